@@ -1,0 +1,52 @@
+// Everything a kernel knows about masks and score modifications. A kernel asks which tiles to walk, walks
+// masked / full / masked ranges, and calls visible() on the elements of masked tiles and score() on all of them; it
+// never names a feature. Causal masks are aligned to the bottom-right corner of the score matrix: query i sees key j
+// iff j <= i + seqlen_k - seqlen_q.
+#pragma once
+
+// Tiles [begin, end) hold everything visible; those in [full_begin, full_end) are visible throughout.
+// begin <= full_begin <= full_end <= end.
+struct TileRange { int begin, full_begin, full_end, end; };
+
+__device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// The key tiles that the query rows [m0, m0 + TILE_M) visit.
+__device__ __forceinline__ TileRange kv_range(const Params& p, int m0) {
+  TileRange range = {0, 0, p.seqlen_k / cfg::TILE_N, (int)(((i64)p.seqlen_k + cfg::TILE_N - 1) / cfg::TILE_N)};
+  if (cfg::CAUSAL) {
+    const int shift = p.seqlen_k - p.seqlen_q;
+    const int m_last = min(m0 + cfg::TILE_M, p.seqlen_q) - 1;
+    range.end = min(range.end, ceil_div(max(m_last + shift + 1, 0), cfg::TILE_N));
+    range.full_end = min(range.full_end, max(m0 + shift + 1, 0) / cfg::TILE_N);
+  }
+  return range;
+}
+
+// The query tiles that the key rows [n0, n0 + TILE_N) visit. Query rows past seqlen_q count as visible: the kernels
+// give them lse = +inf, so that p = exp(s - lse) is 0 there without a predicate.
+__device__ __forceinline__ TileRange q_range(const Params& p, int n0) {
+  const int end = (int)(((i64)p.seqlen_q + cfg::TILE_M - 1) / cfg::TILE_M);
+  TileRange range = {0, 0, end, end};
+  if (cfg::CAUSAL) {
+    const int shift = p.seqlen_k - p.seqlen_q;
+    range.begin = min(max(n0 - shift, 0) / cfg::TILE_M, end);
+    range.full_begin = min(ceil_div(max(n0 + cfg::TILE_N - 1 - shift, 0), cfg::TILE_M), end);
+  }
+  if (n0 + cfg::TILE_N > p.seqlen_k) range.full_begin = end;
+  return range;
+}
+
+// Whether query q_idx sees key kv_idx. True everywhere in the tiles of a full range.
+__device__ __forceinline__ bool visible(const Params& p, int q_idx, int kv_idx) {
+  return kv_idx < p.seqlen_k && (!cfg::CAUSAL || kv_idx <= q_idx + p.seqlen_k - p.seqlen_q);
+}
+
+// The score of one element in units of log2, and what an exponent multiplies it with. A positive scale alone commutes
+// with the maximum, so it is folded into the exponent's fused multiply-add; everything else is applied here first.
+template <class Real>
+__device__ __forceinline__ Real score(const Params& p, Real qk, int q_idx, int kv_idx) {
+  return cfg::SCALE_FIRST ? qk * p.scale_log2 : qk;
+}
+__device__ __forceinline__ auto exponent_scale(const Params& p) {
+  return cfg::SCALE_FIRST ? decltype(p.scale_log2)(1) : p.scale_log2;
+}

@@ -1,0 +1,151 @@
+"""The kernels' argument tables: each is written once, here, and read as a C struct and as packed bytes."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from functools import cache
+
+# C type -> (struct format, bytes, alignment). "real" is float, or double for float64 problems.
+_CTYPES = {"pointer": ("Q", 8, 8), "i64": ("q", 8, 8), "i32": ("i", 4, 4), "float": ("f", 4, 4), "double": ("d", 8, 8),
+           "tensor_map": ("128s", 128, 64)}
+
+
+@dataclass(frozen=True)
+class Field:
+    name: str
+    kind: str  # a key of _CTYPES, or "real"
+    c_type: str  # how the kernel sees it; {real} is float or double
+    note: str
+    count: int = 1
+
+
+def _tensor(name: str, heads: str, seqlen: str, dim: str, *, const: bool) -> tuple[Field, ...]:
+    return (
+        Field(name, "pointer", "const cfg::Element*" if const else "cfg::Element*", f"(batch, {seqlen}, {heads}, {dim})"),
+        Field(f"{name}_stride", "i64", "long long", "elements: batch, seqlen, head, head_dim", 4),
+    )
+
+
+_Q = _tensor("q", "num_heads_q", "seqlen_q", "head_dim", const=True)
+_K = _tensor("k", "num_heads_kv", "seqlen_k", "head_dim", const=True)
+_V = _tensor("v", "num_heads_kv", "seqlen_k", "head_dim_v", const=True)
+_O = ("num_heads_q", "seqlen_q", "head_dim_v")
+_DOUT = _tensor("dout", *_O, const=True)
+_DQ = _tensor("dq", "num_heads_q", "seqlen_q", "head_dim", const=False)
+_DK = _tensor("dk", "num_heads_kv", "seqlen_k", "head_dim", const=False)
+_DV = _tensor("dv", "num_heads_kv", "seqlen_k", "head_dim_v", const=False)
+_ROWS = "(batch, num_heads_q, seqlen_q)"
+_LSE_IN = (
+    Field("lse", "pointer", "const {real}*", f"{_ROWS}, natural log"),
+    Field("lse_stride", "i64", "long long", "elements: batch, head, seqlen", 3),
+)
+_DELTA_IN = (Field("delta", "pointer", "const {real}*", f"{_ROWS}, contiguous"),)
+_SCALE = (
+    Field("softmax_scale", "real", "{real}", "s = softmax_scale * q.k"),
+    Field("scale_log2", "real", "{real}", "softmax_scale * log2(e)"),
+)
+_SIZES = tuple(
+    Field(name, "i32", "int", note)
+    for name, note in (
+        ("batch", ""), ("seqlen_q", ""), ("seqlen_k", ""), ("num_heads_q", ""), ("num_heads_kv", ""),
+        ("qheads_per_kv", "num_heads_q / num_heads_kv"), ("head_dim", ""), ("head_dim_v", ""),
+        ("num_m_blocks", "tiles along seqlen_q"), ("num_n_blocks", "tiles along seqlen_k"),
+    )
+)
+_FORWARD = (
+    *_Q, *_K, *_V, *_tensor("o", *_O, const=False),
+    Field("lse", "pointer", "{real}*", f"{_ROWS}, contiguous, natural log; null: not wanted"),
+    *_SCALE, *_SIZES,
+)
+_BACKWARD = (
+    *_Q, *_K, *_V, *_DOUT, *_LSE_IN, *_DELTA_IN, *_DQ, *_DK, *_DV,
+    Field("dq_accum", "pointer", "float*", "(batch, num_heads_q, seqlen_q, head_dim), contiguous, zeroed by bwd_delta"),
+    Field("semaphore", "pointer", "int*", "(batch, num_heads_q, num_m_blocks), zero: whose turn it is to add to dq_accum"),
+    *_SCALE, *_SIZES,
+)
+
+
+def _map(name: str, box: str) -> Field:
+    return Field(f"tma_{name}", "tensor_map", "TensorMap", f"{name} (head_dim, seqlen, head, batch), box {box}")
+
+
+TABLES: dict[str, tuple[Field, ...]] = {
+    "fwd_simt": _FORWARD,
+    "fwd_sm80": _FORWARD,
+    "fwd_sm90": (
+        _map("q", "64 x 64"), _map("k", "64 x TILE_N"), _map("v", "64 x TILE_N"), _map("o", "64 x 64"),
+        *_FORWARD,
+        Field("tile_counter", "pointer", "int*", "next output tile of the dynamic scheduler, zero at launch"),
+        Field("heads_per_section", "i32", "int", "heads whose k and v share L2: the inner loop of the tile order"),
+        Field("num_tiles", "i32", "int", "output tiles in all"),
+    ),
+    "bwd_simt": _BACKWARD,
+    "bwd_sm80": _BACKWARD,
+    "bwd_sm90": (
+        _map("q", "64 x TILE_M"), _map("k", "64 x TILE_N"), _map("v", "64 x TILE_N"), _map("dout", "64 x TILE_M"),
+        _map("dk", "64 x 64"), _map("dv", "64 x 64"),
+        *_BACKWARD,
+    ),
+    "bwd_delta": (
+        *_tensor("o", *_O, const=True), *_DOUT,
+        Field("dlse", "pointer", "const {real}*", f"{_ROWS}; null: zero"),
+        Field("dlse_stride", "i64", "long long", "elements: batch, head, seqlen", 3),
+        Field("delta", "pointer", "{real}*", f"{_ROWS}, contiguous: rowsum(do * o) - dlse"),
+        Field("dq_accum", "pointer", "float*", "(batch, num_heads_q, seqlen_q, head_dim), contiguous; null: none"),
+        Field("semaphore", "pointer", "int*", "(batch, num_heads_q, num_m_blocks) to zero; null: none"),
+        *_SIZES,
+    ),
+    "bwd_convert": (
+        Field("dq_accum", "pointer", "const float*", "(batch, num_heads_q, seqlen_q, head_dim), contiguous"),
+        *_DQ, *_SCALE, *_SIZES,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A table laid out by C's rules: where each field lies, and how to pack it."""
+
+    fields: tuple[Field, ...]
+    formats: dict[str, str]
+    offsets: dict[str, int]
+    size: int
+
+    def pack(self, values: dict[str, object]) -> bytearray:
+        """The struct's bytes. Fields not in `values` are zero: pointers and tensor maps are written at launch."""
+        unknown = values.keys() - self.offsets.keys()
+        if unknown:
+            raise KeyError(f"no such kernel parameter: {sorted(unknown)}")
+        data = bytearray(self.size)
+        for name, value in values.items():
+            items = value if isinstance(value, (tuple, list)) else (value,)
+            struct.pack_into(self.formats[name], data, self.offsets[name], *items)
+        return data
+
+
+def _kind(field: Field, real: str) -> str:
+    return real if field.kind == "real" else field.kind
+
+
+@cache
+def layout(kernel: str, real: str) -> Layout:
+    """The memory layout of a kernel's Params. `real` is "float" or "double"."""
+    offsets, formats, end, widest = {}, {}, 0, 1
+    for field in TABLES[kernel]:
+        code, size, alignment = _CTYPES[_kind(field, real)]
+        start = -(-end // alignment) * alignment
+        offsets[field.name], formats[field.name] = start, f"<{field.count}{code}" if field.count > 1 else f"<{code}"
+        end, widest = start + size * field.count, max(widest, alignment)
+    return Layout(TABLES[kernel], formats, offsets, -(-end // widest) * widest)
+
+
+def c_struct(kernel: str, real: str) -> str:
+    """`struct Params` as the kernel includes it, with the size that the host packs checked by the compiler."""
+    lines = ["struct Params {"]
+    for field in TABLES[kernel]:
+        extent = f"[{field.count}]" if field.count > 1 else ""
+        note = f"  // {field.note}" if field.note else ""
+        lines.append(f"  {field.c_type.format(real=real)} {field.name}{extent};{note}")
+    lines += ["};", f'static_assert(sizeof(Params) == {layout(kernel, real).size}, "params.py and C disagree");']
+    return "\n".join(lines) + "\n"
