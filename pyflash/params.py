@@ -22,7 +22,7 @@ class Field:
 
 def _tensor(name: str, heads: str, seqlen: str, dim: str, *, const: bool) -> tuple[Field, ...]:
     return (
-        Field(name, "pointer", "const cfg::Element*" if const else "cfg::Element*", f"(batch, {seqlen}, {heads}, {dim})"),
+        Field(name, "pointer", f"{'const ' * const}cfg::Element*", f"(batch, {seqlen}, {heads}, {dim})"),
         Field(f"{name}_stride", "i64", "long long", "elements: batch, seqlen, head, head_dim", 4),
     )
 
@@ -61,7 +61,7 @@ _FORWARD = (
 _BACKWARD = (
     *_Q, *_K, *_V, *_DOUT, *_LSE_IN, *_DELTA_IN, *_DQ, *_DK, *_DV,
     Field("dq_accum", "pointer", "float*", "(batch, num_heads_q, seqlen_q, head_dim), contiguous, zeroed by bwd_delta"),
-    Field("semaphore", "pointer", "int*", "(batch, num_heads_q, num_m_blocks), zero: whose turn it is to add to dq_accum"),
+    Field("semaphore", "pointer", "int*", "(batch, num_heads_q, num_m_blocks), zero: whose turn it is to add dq"),
     *_SCALE, *_SIZES,
 )
 

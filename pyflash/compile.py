@@ -1,0 +1,139 @@
+"""Program text -> cubin -> loaded kernel, with a cache on disk.
+
+A cubin's name is the hash of everything that made it: text, included headers, compiler options and NVRTC version. So
+a changed source, compiler or GPU never meets a stale binary. Beside each cubin lie its source and the compiler's report.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import tempfile
+import time
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from . import debug, source
+from .errors import CompileError, LaunchError
+from .plan import Launch
+
+_OPTIONS = ("-std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v", "-lineinfo", "--no-source-include")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the assembler said of one kernel."""
+
+    registers: int
+    stack_bytes: int
+    spill_bytes: int
+    warnings: tuple[str, ...]
+
+
+def _nvrtc():
+    try:
+        from cupy.cuda import nvrtc
+
+        nvrtc.getVersion()
+    except (ImportError, RuntimeError) as error:
+        raise CompileError(
+            "PyFlash compiles its kernels with NVRTC, which could not be loaded through CuPy; install both with "
+            f"pip install 'pyflash[cuda13]' (or [cuda12] for an older driver). Cause: {error}"
+        ) from error
+    return nvrtc
+
+
+def cache_folder() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "pyflash"
+
+
+def nvrtc_version() -> tuple[int, int]:
+    return tuple(_nvrtc().getVersion())
+
+
+def supported_archs() -> list[int]:
+    """Compute capabilities (as 80, 90, ...) that the installed NVRTC compiles for."""
+    return sorted(_nvrtc().getSupportedArchs())
+
+
+def report(log: str) -> Report:
+    def number(pattern: str) -> int:
+        return max((int(x) for x in re.findall(pattern, log)), default=0)
+
+    spilled = [int(a) + int(b) for a, b in re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)]
+    warnings = tuple(line.strip() for line in log.splitlines() if re.search(r"\bC75\d\d\b|\bwarning\b", line))
+    return Report(number(r"Used (\d+) registers"), number(r"(\d+) bytes stack frame"), sum(spilled), warnings)
+
+
+def compile_program(text: str, name: str, arch: str) -> tuple[bytes, str]:
+    """Compile to a cubin for `arch` ("sm_90a"). Returns it with NVRTC's and the assembler's log. Needs no GPU."""
+    nvrtc = _nvrtc()
+    headers = source.headers(text)
+    handle = nvrtc.createProgram(
+        text, f"{name}.generated.cu", [h.encode() for h in headers.values()], [n.encode() for n in headers]
+    )
+    try:
+        try:
+            nvrtc.compileProgram(handle, (f"-arch={arch}", *_OPTIONS))
+        except nvrtc.NVRTCError as error:
+            raise CompileError(f"NVRTC {nvrtc.getVersion()} could not compile {name} for {arch} ({error}):\n"
+                               f"{nvrtc.getProgramLog(handle)}") from error
+        return nvrtc.getCUBIN(handle), nvrtc.getProgramLog(handle)
+    finally:
+        nvrtc.destroyProgram(handle)
+
+
+def _key(text: str, arch: str) -> str:
+    digest = hashlib.sha256()
+    for part in (text, *(f"{n}\0{t}" for n, t in source.headers(text).items()), arch, *_OPTIONS, str(nvrtc_version())):
+        digest.update(part.encode() + b"\0")
+    return digest.hexdigest()[:32]
+
+
+def _write(path: Path, data: bytes) -> None:
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    with os.fdopen(handle, "wb") as file:
+        file.write(data)
+    os.replace(temporary, path)
+
+
+def _folder() -> Path:
+    try:
+        cache_folder().mkdir(parents=True, exist_ok=True)
+        if os.access(cache_folder(), os.W_OK):
+            return cache_folder()
+    except OSError:
+        pass
+    return _private_folder()
+
+
+@lru_cache(maxsize=1)
+def _private_folder() -> Path:
+    """Stands in where the home folder cannot be written: compiled anew in each process."""
+    return Path(tempfile.mkdtemp(prefix="pyflash-"))
+
+
+def cubin(launch: Launch, arch: str) -> Path:
+    """The path of a launch's cubin, compiled if the cache does not hold it. Safe for threads and processes."""
+    text = source.program(launch)
+    key = _key(text, arch)
+    path = _folder() / f"{launch.kernel}-{arch}-{key}.cubin"
+    if not path.exists():
+        start = time.perf_counter()
+        binary, log = compile_program(text, launch.kernel, arch)
+        _write(path.with_suffix(".cu"), text.encode())
+        _write(path.with_suffix(".log"), log.encode())
+        _write(path, binary)
+        facts = report(log)
+        debug.log(2, f"compiled {launch.kernel} for {arch} in {time.perf_counter() - start:.2f} s: {facts.registers} "
+                     f"registers, {facts.spill_bytes} bytes spilled{''.join(', ' + w for w in facts.warnings)}")
+    debug.log(3, f"{launch.kernel}: {path.with_suffix('.cu')}, .log, .cubin")
+    return path
+
+
+@lru_cache(maxsize=None)
+def kernel(launch_text: str, name: str, path: Path, smem_bytes: int, device_id: int) -> int:
+    raise NotImplementedError

@@ -1,0 +1,61 @@
+"""What the planner needs to know of a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+
+@dataclass(frozen=True)
+class Device:
+    name: str
+    capability: tuple[int, int]
+    sm_count: int
+    smem_bytes: int  # the most shared memory one CTA may have
+    l2_bytes: int
+    memory_bytes: int
+    bandwidth: float  # bytes/s between memory and the chip, by the data sheet
+    half_flops: float  # dense float16/bfloat16 FLOP/s of the tensor cores, by the data sheet
+
+    @property
+    def arch(self) -> int:
+        return self.capability[0] * 10 + self.capability[1]
+
+
+_KB, _MB, _GB = 2**10, 2**20, 2**30
+
+# GPUs that a problem can be planned for and explained on without having one.
+KNOWN = {
+    device.name: device
+    for device in (
+        Device("T4", (7, 5), 40, 64 * _KB, 4 * _MB, 16 * _GB, 320e9, 65e12),
+        Device("A100", (8, 0), 108, 163 * _KB, 40 * _MB, 80 * _GB, 2.04e12, 312e12),
+        Device("RTX 4090", (8, 9), 128, 99 * _KB, 72 * _MB, 24 * _GB, 1.01e12, 165e12),
+        Device("L4", (8, 9), 58, 99 * _KB, 48 * _MB, 24 * _GB, 300e9, 121e12),
+        Device("H100", (9, 0), 132, 227 * _KB, 50 * _MB, 80 * _GB, 3.35e12, 989e12),
+        Device("H200", (9, 0), 132, 227 * _KB, 60 * _MB, 141 * _GB, 4.8e12, 989e12),
+        Device("B200", (10, 0), 148, 227 * _KB, 126 * _MB, 180 * _GB, 8.0e12, 2250e12),
+    )
+}
+
+
+@cache
+def present(device_id: int) -> Device:
+    """The GPU with CuPy's number `device_id`."""
+    from cupy.cuda import runtime
+
+    facts = runtime.getDeviceProperties(device_id)
+    name = facts["name"].decode()
+    listed = next((known for key, known in KNOWN.items() if key in name.upper()), None)
+    # Two transfers a clock; the driver reports kHz, and 0 where it no longer tells.
+    bandwidth = 2e3 * facts["memoryClockRate"] * facts["memoryBusWidth"] / 8 if "memoryClockRate" in facts else 0.0
+    return Device(
+        name=name,
+        capability=(facts["major"], facts["minor"]),
+        sm_count=facts["multiProcessorCount"],
+        smem_bytes=facts["sharedMemPerBlockOptin"],
+        l2_bytes=facts["l2CacheSize"],
+        memory_bytes=facts["totalGlobalMem"],
+        bandwidth=listed.bandwidth if listed else bandwidth,
+        half_flops=listed.half_flops if listed else 0.0,
+    )

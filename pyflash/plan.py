@@ -1,0 +1,307 @@
+"""Problem + device -> plan: which kernels run, with which constants, on which grid. Pure: no GPU is touched."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from . import features
+from .device import Device
+from .errors import Unsupported
+from .problem import REAL_DTYPES, Problem, Tensor
+from .tiles import FAMILIES, KERNELS, Kernel, Row
+
+LOG2_E = math.log2(math.e)
+_WORKSPACE_ALIGNMENT = 256
+_MAX_GRID = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """A tensor as TMA sees it: (head_dim, seqlen, head, batch) cut into boxes of `box` (columns, rows)."""
+
+    array: str
+    box: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch. The text to compile follows from `kernel`, `real` and `config` alone."""
+
+    kernel: str
+    real: str  # float or double
+    config: tuple[tuple[str, object], ...]  # namespace cfg
+    grid: int
+    block: int
+    smem_bytes: int
+    values: tuple[tuple[str, object], ...]  # Params that are known now
+    arrays: tuple[tuple[str, str], ...]  # pointer Params and the arrays that they point to
+    tensor_maps: tuple[tuple[str, TensorMap], ...] = ()
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A piece of the workspace, which is one allocation."""
+
+    name: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    problem: Problem
+    family: str
+    launches: tuple[Launch, ...]
+    workspace: tuple[Buffer, ...]
+    notes: tuple[str, ...]  # why not a preferred family, and what costs speed
+
+    @property
+    def workspace_bytes(self) -> int:
+        return max((b.offset + b.nbytes for b in self.workspace), default=0)
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _padded(problem: Problem, kernel: Kernel) -> tuple[int, int]:
+    return tuple(_cdiv(d, kernel.pad) * kernel.pad for d in (problem.head_dim, problem.head_dim_v))
+
+
+def _row(problem: Problem, kernel: Kernel, device: Device) -> Row | None:
+    """The first row that serves the problem and fits the device."""
+    dims = _padded(problem, kernel)
+    for row in kernel.rows:
+        if (
+            max(dims) <= row.head_dim
+            and row.causal in (None, bool(problem.option("causal")))
+            and kernel.smem_bytes(row, *dims, problem.dtype.itemsize) <= device.smem_bytes
+        ):
+            return row
+    return None
+
+
+def _tma_obstacle(problem: Problem) -> str | None:
+    """Why TMA cannot describe some tensor of the problem, if so."""
+    if not problem.seqlen_k:
+        return "seqlen_k is 0"
+    for name, tensor in problem.tensors:
+        if len(tensor.shape) == 4 and not tensor.wide():
+            return f"{name}'s address or strides are not multiples of 16 bytes, or its head_dim is not"
+    return None
+
+
+def _obstacle(problem: Problem, device: Device, name: str) -> str | None:
+    """Why a kernel cannot serve the problem on the device, or None."""
+    kernel = KERNELS.get(name)
+    if kernel is None:
+        return "not written yet"
+    if problem.dtype.name not in kernel.dtypes:
+        return f"takes {' and '.join(kernel.dtypes)}"
+    if kernel.only_capability not in (None, device.capability):
+        return "made for compute capability {}.{} alone".format(*kernel.only_capability)
+    if device.capability < kernel.min_capability:
+        return "needs compute capability {}.{}".format(*kernel.min_capability)
+    if _row(problem, kernel, device) is None:
+        return f"has no tile for head_dim {problem.head_dim}/{problem.head_dim_v} in {device.smem_bytes} B of shared memory"
+    return _tma_obstacle(problem) if name.endswith("sm90") else None
+
+
+def choose_family(problem: Problem, device: Device, families: tuple[str, ...] = FAMILIES) -> tuple[str, tuple[str, ...]]:
+    """The first family that can, and why those before it cannot."""
+    notes = []
+    for family in families:
+        obstacle = _obstacle(problem, device, f"{'bwd' if problem.backward else 'fwd'}_{family}")
+        if obstacle is None:
+            return family, tuple(notes)
+        notes.append(f"{family}: {obstacle}")
+    raise Unsupported(
+        f"no kernel serves {problem} on {device.name} (compute capability {device.capability[0]}.{device.capability[1]}): "
+        + "; ".join(notes)
+        + ". float16 and bfloat16 need compute capability 8.0; float32 and float64 run on any"
+    )
+
+
+def _sizes(problem: Problem, tile_m: int, tile_n: int) -> dict[str, int]:
+    return {
+        "batch": problem.batch,
+        "seqlen_q": problem.seqlen_q,
+        "seqlen_k": problem.seqlen_k,
+        "num_heads_q": problem.num_heads_q,
+        "num_heads_kv": problem.num_heads_kv,
+        "qheads_per_kv": problem.qheads_per_kv,
+        "head_dim": problem.head_dim,
+        "head_dim_v": problem.head_dim_v,
+        "num_m_blocks": _cdiv(problem.seqlen_q, tile_m),
+        "num_n_blocks": _cdiv(problem.seqlen_k, tile_n),
+    }
+
+
+def _config(problem: Problem, kernel: Kernel, row: Row, tensors: dict[str, Tensor]) -> dict[str, object]:
+    tile_d, tile_dv = _padded(problem, kernel)
+    on = dict(problem.options)
+    return {
+        "Element": problem.dtype.element,
+        "TILE_M": row.tile_m,
+        "TILE_N": row.tile_n,
+        "TILE_D": tile_d,
+        "TILE_DV": tile_dv,
+        "RAGGED_D": (tile_d, tile_dv) != (problem.head_dim, problem.head_dim_v),
+        "NUM_THREADS": row.threads,
+        "MIN_CTAS": row.min_ctas,
+        "STAGES": row.stages,
+        **dict(row.knobs),
+        "SCALE_FIRST": problem.softmax_scale <= 0,
+        **{f.flag: f.name in on for f in features.FEATURES},
+        **{f"WIDE_{name.upper()}": tensor.wide() for name, tensor in tensors.items()},
+        "SMEM_BYTES": kernel.smem_bytes(row, tile_d, tile_dv, problem.dtype.itemsize),
+    }
+
+
+def _launch(
+    problem: Problem,
+    device: Device,
+    name: str,
+    arrays: dict[str, Tensor],
+    pointers: tuple[str, ...],
+    grid: callable,
+    config: dict[str, object] | None = None,
+    values: dict[str, object] | None = None,
+    tensor_maps: dict[str, TensorMap] | None = None,
+) -> Launch:
+    """A launch of kernel `name` over `arrays` (given with their strides) and `pointers` (contiguous by contract)."""
+    kernel = KERNELS[name]
+    row = _row(problem, kernel, device)
+    if row is None:
+        raise Unsupported(f"{name} has no tile for {problem} on {device.name}")
+    constants = {**_config(problem, kernel, row, {n: t for n, t in arrays.items() if len(t.shape) == 4}), **(config or {})}
+    sizes = _sizes(problem, row.tile_m, row.tile_n)
+    scale = problem.softmax_scale
+    return Launch(
+        kernel=name,
+        real=problem.dtype.real,
+        config=tuple(constants.items()),
+        grid=grid(sizes),
+        block=row.threads,
+        smem_bytes=constants["SMEM_BYTES"],
+        values=tuple(
+            {
+                **{f"{n}_stride": t.strides for n, t in arrays.items()},
+                **sizes,
+                **(values or {}),
+                **({} if name == "bwd_delta" else {"softmax_scale": scale, "scale_log2": scale * LOG2_E}),
+            }.items()
+        ),
+        arrays=tuple((n, n) for n in (*arrays, *pointers)),
+        tensor_maps=tuple((tensor_maps or {}).items()),
+    )
+
+
+def _workspace(sizes: dict[str, int]) -> tuple[Buffer, ...]:
+    buffers, end = [], 0
+    for name, nbytes in sizes.items():
+        buffers.append(Buffer(name, end, nbytes))
+        end += _cdiv(nbytes, _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
+    return tuple(buffers)
+
+
+def _finish(problem: Problem, family: str, launches: list[Launch], workspace: dict[str, int], notes: tuple[str, ...]) -> Plan:
+    for launch in launches:
+        if launch.grid > _MAX_GRID:
+            raise Unsupported(f"{launch.kernel} would need {launch.grid} CTAs for {problem}; a grid holds {_MAX_GRID}")
+    slow = tuple(
+        f"{name}: element-wise access, because its address, strides or head_dim are not multiples of 16 bytes"
+        for name, tensor in problem.tensors
+        if len(tensor.shape) == 4 and not tensor.wide()
+    )
+    return Plan(problem, family, tuple(x for x in launches if x.grid), _workspace(workspace), notes + slow)
+
+
+def _forward(problem: Problem, device: Device, family: str, notes: tuple[str, ...]) -> Plan:
+    tensors = dict(problem.tensors)
+    arrays = {name: tensors[name] for name in ("q", "k", "v", "o")}
+    launch = _launch(
+        problem,
+        device,
+        f"fwd_{family}",
+        arrays,
+        ("lse",) if "lse" in tensors else (),
+        lambda n: n["num_m_blocks"] * problem.num_heads_q * problem.batch,
+    )
+    return _finish(problem, family, [launch], {}, notes)
+
+
+def _backward(problem: Problem, device: Device, family: str, notes: tuple[str, ...]) -> Plan:
+    tensors = dict(problem.tensors)
+    rows = problem.batch * problem.num_heads_q * problem.seqlen_q
+    name = f"bwd_{family}"
+    through_accum = family != "simt"
+    row = _row(problem, KERNELS[name], device)
+    ordered = through_accum and problem.deterministic
+    workspace = {"delta": rows * (8 if problem.dtype.real == "double" else 4)}
+    if through_accum:
+        workspace["dq_accum"] = rows * problem.head_dim * 4
+    if ordered:
+        workspace["semaphore"] = problem.batch * problem.num_heads_q * _cdiv(problem.seqlen_q, row.tile_m) * 4
+    given = {n: tensors[n] for n in ("q", "k", "v", "dout", "lse")}
+    flags = {"DETERMINISTIC": ordered}
+
+    def per_row(tile_m: int):
+        return lambda n: _cdiv(rows, tile_m)
+
+    def per_key_tile(n: dict[str, int]) -> int:
+        return n["num_n_blocks"] * problem.num_heads_kv * problem.batch
+
+    def per_query_tile(n: dict[str, int]) -> int:
+        return n["num_m_blocks"] * problem.num_heads_q * problem.batch
+
+    delta = _launch(
+        problem,
+        device,
+        "bwd_delta",
+        {n: tensors[n] for n in ("o", "dout", "dlse") if n in tensors},
+        tuple(workspace),
+        per_row(_row(problem, KERNELS["bwd_delta"], device).tile_m),
+        values={"num_m_blocks": _cdiv(problem.seqlen_q, row.tile_m)},
+    )
+    if not through_accum:
+        dq = _launch(problem, device, name, {**given, "dq": tensors["dq"]}, ("delta",), per_query_tile, {"PHASE_DQ": True})
+        dkdv = _launch(
+            problem,
+            device,
+            name,
+            {**given, "dk": tensors["dk"], "dv": tensors["dv"]},
+            ("delta",),
+            per_key_tile,
+            {"PHASE_DQ": False},
+        )
+        return _finish(problem, family, [delta, dq, dkdv], workspace, notes)
+    main = _launch(
+        problem,
+        device,
+        name,
+        {**given, "dk": tensors["dk"], "dv": tensors["dv"]},
+        tuple(workspace),
+        per_key_tile,
+        flags,
+    )
+    convert = _launch(
+        problem,
+        device,
+        "bwd_convert",
+        {"dq": tensors["dq"]},
+        ("dq_accum",),
+        per_row(_row(problem, KERNELS["bwd_convert"], device).tile_m),
+    )
+    return _finish(problem, family, [delta, main, convert], workspace, notes)
+
+
+def plan(problem: Problem, device: Device, families: tuple[str, ...] = FAMILIES) -> Plan:
+    """The plan of a checked problem; its `tensors` must include the outputs. `families` is narrowed by tests."""
+    family, notes = choose_family(problem, device, families)
+    return (_backward if problem.backward else _forward)(problem, device, family, notes)
+
+
+def lse_dtype(problem: Problem) -> str:
+    return REAL_DTYPES[problem.dtype.real]
