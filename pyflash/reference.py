@@ -1,7 +1,8 @@
 """Attention written out in full in float64: the oracle that every other path is tested against.
 
 Arrays are (batch, seqlen, heads, head_dim) of any real dtype, and everything is computed from the inputs alone, at the
-price of the whole (seqlen_q, seqlen_k) score matrix. A mask feature is one line of `_visible`.
+price of the whole (seqlen_q, seqlen_k) score matrix. `options` are the features of `features.py`, as keywords, and
+their meaning is taken from that table.
 
 Masked keys are *selected* away, never multiplied by zero: whatever a masked key, or a query that does not see a key,
 holds (NaN and inf included) has no influence on the other.
@@ -11,8 +12,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from . import features
 
-def attention(q, k, v, *, softmax_scale: float | None = None, causal: bool = False):
+
+def attention(q, k, v, *, softmax_scale: float | None = None, **options):
     """softmax(softmax_scale * q k^T) v and its log-sum-exp.
 
     Returns `out` (batch, seqlen_q, heads_q, head_dim_v) and `lse` (batch, heads_q, seqlen_q), both float64. A row
@@ -20,20 +23,18 @@ def attention(q, k, v, *, softmax_scale: float | None = None, causal: bool = Fal
     """
     q, k, v = _grouped(q, k, v)
     with np.errstate(all="ignore"):
-        visible = _visible(q.shape[-2], k.shape[-2], causal=causal)
+        visible = _visible(q.shape[-2], k.shape[-2], options)
         p, lse = _softmax(_scores(q, k, softmax_scale), visible)
         out = select_matmul(p, v, visible)
-    return _ungrouped(out), lse.reshape(lse.shape[0], -1, lse.shape[-1])
+    return _ungrouped(out), lse.reshape(lse.shape[0], lse.shape[1] * lse.shape[2], lse.shape[3])
 
 
-def attention_backward(
-    dout, q, k, v, *, softmax_scale: float | None = None, causal: bool = False, dlse=None
-):
+def attention_backward(dout, q, k, v, *, softmax_scale: float | None = None, dlse=None, **options):
     """The gradients dq, dk, dv of sum(out * dout) + sum(lse * dlse), float64, in the shapes of q, k, v."""
     scale = _scale(q, softmax_scale)
     q, dout, k, v = _grouped(q, dout, k, v)
     with np.errstate(all="ignore"):
-        visible = _visible(q.shape[-2], k.shape[-2], causal=causal)
+        visible = _visible(q.shape[-2], k.shape[-2], options)
         p, lse = _softmax(_scores(q, k, scale), visible)
         delta = (dout * select_matmul(p, v, visible)).sum(-1)
         if dlse is not None:
@@ -62,13 +63,15 @@ def select_matmul(weights, rows, visible):
     return product
 
 
-def _visible(seqlen_q: int, seqlen_k: int, *, causal: bool):
-    """(seqlen_q, seqlen_k): which key each query sees. Positions are aligned at the bottom-right corner."""
-    q_position = np.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q
-    kv_position = np.arange(seqlen_k)
+def _visible(seqlen_q: int, seqlen_k: int, options: dict[str, object]):
+    """(seqlen_q, seqlen_k): which query sees which key."""
+    terms = {feature.name: feature.visible for feature in features.FEATURES}
+    if unknown := options.keys() - terms.keys():
+        raise TypeError(f"unknown options {sorted(unknown)}, takes {sorted(terms)}")
+    i, j = np.arange(seqlen_q)[:, None], np.arange(seqlen_k)
     visible = np.ones((seqlen_q, seqlen_k), bool)
-    if causal:
-        visible &= kv_position <= q_position
+    for name, value in features.check(options):
+        visible &= terms[name](value, i, j, seqlen_q, seqlen_k)
     return visible
 
 
@@ -100,4 +103,4 @@ def _grouped(*arrays):
 
 def _ungrouped(a):
     """(batch, heads_kv, group, seqlen, dim) -> (batch, seqlen, heads, dim)."""
-    return a.reshape(a.shape[0], -1, *a.shape[3:]).swapaxes(1, 2)
+    return a.reshape(a.shape[0], a.shape[1] * a.shape[2], *a.shape[3:]).swapaxes(1, 2)
