@@ -1,7 +1,7 @@
 """Program text -> cubin -> loaded kernel, with a cache on disk.
 
 A cubin's name is the hash of everything that made it: text, included headers, compiler options and NVRTC version. So
-a changed source, compiler or GPU never meets a stale binary. Beside each cubin lie its source and the compiler's report.
+a changed source, compiler or GPU never meets a stale binary. Beside each cubin lie its source and the assembler's log.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ import re
 import tempfile
 import time
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 from . import debug, source
+from .device import Device
 from .errors import CompileError, LaunchError
 from .plan import Launch
+from .tiles import KERNELS
 
-_OPTIONS = ("-std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v", "-lineinfo", "--no-source-include")
+_OPTIONS = ("-std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v", "-lineinfo")
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,34 @@ def cubin(launch: Launch, arch: str) -> Path:
     return path
 
 
-@lru_cache(maxsize=None)
-def kernel(launch_text: str, name: str, path: Path, smem_bytes: int, device_id: int) -> int:
-    raise NotImplementedError
+def arch_of(launch: Launch, device: Device) -> str:
+    """The architecture to compile for: Hopper's own instructions need the one that matches Hopper alone."""
+    specific = "a" if KERNELS[launch.kernel].only_capability else ""
+    if device.arch not in supported_archs():
+        raise CompileError(
+            f"NVRTC {'.'.join(map(str, nvrtc_version()))} does not know {device.name} (sm_{device.arch}); it compiles "
+            f"for {supported_archs()}. Install a newer one: pip install --upgrade nvidia-cuda-nvrtc"
+        )
+    return f"sm_{device.arch}{specific}"
+
+
+@cache
+def _load(path: Path, name: str, smem_bytes: int, device_id: int) -> tuple[int, object]:
+    import cupy
+
+    with cupy.cuda.Device(device_id):
+        module = cupy.RawModule(path=str(path))
+        function = module.get_function(name)
+        function.max_dynamic_shared_size_bytes = smem_bytes
+        return function.kernel.ptr, module
+
+
+def load(launch: Launch, device: Device, device_id: int) -> int:
+    """The CUfunction of a launch on a device, compiled and loaded at most once."""
+    path = cubin(launch, arch_of(launch, device))
+    try:
+        return _load(path, launch.kernel, launch.smem_bytes, device_id)[0]
+    except Exception as error:  # CuPy has one exception type a library and no common base below Exception
+        raise LaunchError(
+            f"the driver refused to load {path} on {device.name}: {error}; delete the file to compile it anew"
+        ) from error

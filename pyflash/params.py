@@ -103,6 +103,11 @@ TABLES: dict[str, tuple[Field, ...]] = {
 }
 
 
+def strided_tensors(kernel: str) -> tuple[str, ...]:
+    """The (batch, seqlen, heads, head_dim) arrays of a kernel."""
+    return tuple(f.name.removesuffix("_stride") for f in TABLES[kernel] if f.name.endswith("_stride") and f.count == 4)
+
+
 @dataclass(frozen=True)
 class Layout:
     """A table laid out by C's rules: where each field lies, and how to pack it."""

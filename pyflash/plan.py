@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from . import features
+from . import features, params
 from .device import Device
 from .errors import Unsupported
 from .problem import REAL_DTYPES, Problem, Tensor
@@ -104,11 +105,11 @@ def _obstacle(problem: Problem, device: Device, name: str) -> str | None:
     if device.capability < kernel.min_capability:
         return "needs compute capability {}.{}".format(*kernel.min_capability)
     if _row(problem, kernel, device) is None:
-        return f"has no tile for head_dim {problem.head_dim}/{problem.head_dim_v} in {device.smem_bytes} B of shared memory"
+        return f"has no tile for head_dim {problem.head_dim}/{problem.head_dim_v} in {device.smem_bytes} B of smem"
     return _tma_obstacle(problem) if name.endswith("sm90") else None
 
 
-def choose_family(problem: Problem, device: Device, families: tuple[str, ...] = FAMILIES) -> tuple[str, tuple[str, ...]]:
+def choose_family(problem: Problem, device: Device, families: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
     """The first family that can, and why those before it cannot."""
     notes = []
     for family in families:
@@ -116,8 +117,9 @@ def choose_family(problem: Problem, device: Device, families: tuple[str, ...] = 
         if obstacle is None:
             return family, tuple(notes)
         notes.append(f"{family}: {obstacle}")
+    capability = "{}.{}".format(*device.capability)
     raise Unsupported(
-        f"no kernel serves {problem} on {device.name} (compute capability {device.capability[0]}.{device.capability[1]}): "
+        f"no kernel serves {problem} on {device.name} (compute capability {capability}): "
         + "; ".join(notes)
         + ". float16 and bfloat16 need compute capability 8.0; float32 and float64 run on any"
     )
@@ -138,7 +140,8 @@ def _sizes(problem: Problem, tile_m: int, tile_n: int) -> dict[str, int]:
     }
 
 
-def _config(problem: Problem, kernel: Kernel, row: Row, tensors: dict[str, Tensor]) -> dict[str, object]:
+def _config(problem: Problem, name: str, row: Row, tensors: dict[str, Tensor]) -> dict[str, object]:
+    kernel = KERNELS[name]
     tile_d, tile_dv = _padded(problem, kernel)
     on = dict(problem.options)
     return {
@@ -154,7 +157,7 @@ def _config(problem: Problem, kernel: Kernel, row: Row, tensors: dict[str, Tenso
         **dict(row.knobs),
         "SCALE_FIRST": problem.softmax_scale <= 0,
         **{f.flag: f.name in on for f in features.FEATURES},
-        **{f"WIDE_{name.upper()}": tensor.wide() for name, tensor in tensors.items()},
+        **{f"WIDE_{n.upper()}": n not in tensors or tensors[n].wide() for n in params.strided_tensors(name)},
         "SMEM_BYTES": kernel.smem_bytes(row, tile_d, tile_dv, problem.dtype.itemsize),
     }
 
@@ -165,7 +168,7 @@ def _launch(
     name: str,
     arrays: dict[str, Tensor],
     pointers: tuple[str, ...],
-    grid: callable,
+    grid: Callable[[dict[str, int]], int],
     config: dict[str, object] | None = None,
     values: dict[str, object] | None = None,
     tensor_maps: dict[str, TensorMap] | None = None,
@@ -175,9 +178,9 @@ def _launch(
     row = _row(problem, kernel, device)
     if row is None:
         raise Unsupported(f"{name} has no tile for {problem} on {device.name}")
-    constants = {**_config(problem, kernel, row, {n: t for n, t in arrays.items() if len(t.shape) == 4}), **(config or {})}
+    constants = {**_config(problem, name, row, arrays), **(config or {})}
     sizes = _sizes(problem, row.tile_m, row.tile_n)
-    scale = problem.softmax_scale
+    scales = {"softmax_scale": problem.softmax_scale, "scale_log2": problem.softmax_scale * LOG2_E}
     return Launch(
         kernel=name,
         real=problem.dtype.real,
@@ -190,7 +193,7 @@ def _launch(
                 **{f"{n}_stride": t.strides for n, t in arrays.items()},
                 **sizes,
                 **(values or {}),
-                **({} if name == "bwd_delta" else {"softmax_scale": scale, "scale_log2": scale * LOG2_E}),
+                **{n: x for n, x in scales.items() if n in params.layout(name, problem.dtype.real).offsets},
             }.items()
         ),
         arrays=tuple((n, n) for n in (*arrays, *pointers)),
@@ -206,7 +209,9 @@ def _workspace(sizes: dict[str, int]) -> tuple[Buffer, ...]:
     return tuple(buffers)
 
 
-def _finish(problem: Problem, family: str, launches: list[Launch], workspace: dict[str, int], notes: tuple[str, ...]) -> Plan:
+def _finish(
+    problem: Problem, family: str, launches: list[Launch], workspace: dict[str, int], notes: tuple[str, ...]
+) -> Plan:
     for launch in launches:
         if launch.grid > _MAX_GRID:
             raise Unsupported(f"{launch.kernel} would need {launch.grid} CTAs for {problem}; a grid holds {_MAX_GRID}")
@@ -266,7 +271,9 @@ def _backward(problem: Problem, device: Device, family: str, notes: tuple[str, .
         values={"num_m_blocks": _cdiv(problem.seqlen_q, row.tile_m)},
     )
     if not through_accum:
-        dq = _launch(problem, device, name, {**given, "dq": tensors["dq"]}, ("delta",), per_query_tile, {"PHASE_DQ": True})
+        dq = _launch(
+            problem, device, name, {**given, "dq": tensors["dq"]}, ("delta",), per_query_tile, {"PHASE_DQ": True}
+        )
         dkdv = _launch(
             problem,
             device,

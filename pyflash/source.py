@@ -22,7 +22,7 @@ def kernels_folder() -> Path:
     for folder in (here / "kernels_cu", here.parent / "kernels_cu"):
         if folder.is_dir():
             return folder
-    raise FileNotFoundError(f"PyFlash's CUDA sources are missing: neither {here}/kernels_cu nor {here.parent}/kernels_cu")
+    raise FileNotFoundError(f"PyFlash's CUDA sources are missing: no kernels_cu in {here} or {here.parent}")
 
 
 @cache

@@ -1,0 +1,71 @@
+"""Tensor maps: what Hopper's copy engine is told of a tensor, encoded by the driver (CUDA driver API, 6.29)."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+from .errors import LaunchError
+from .problem import DTYPES, Tensor
+
+BYTES = 128
+_ALIGNMENT = 64
+
+# CUtensorMapDataType, CUtensorMapSwizzle, CUtensorMapL2promotion
+_DATA_TYPES = {"float16": 6, "bfloat16": 9}
+_SWIZZLES = {32: 1, 64: 2, 128: 3}
+_L2_PROMOTION_256B = 3
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    library = ctypes.CDLL("nvcuda.dll" if hasattr(ctypes, "WinDLL") else "libcuda.so.1")
+    library.cuTensorMapReplaceAddress.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+    return library
+
+
+def encode(tensor: Tensor, box: tuple[int, int], address: int, into: int) -> None:
+    """Write the map of a (batch, seqlen, heads, head_dim) tensor to the 64-byte aligned host address `into`.
+
+    Its dimensions are (head_dim, seqlen, head, batch), its box is `box` = (columns, rows), swizzled by the width of a
+    box's row. What a box covers beyond the tensor reads as zero and is not written.
+    """
+    batch, seqlen, heads, head_dim = tensor.shape
+    itemsize = DTYPES[tensor.dtype].itemsize
+    extents = (head_dim, seqlen, heads, batch)
+    widest = max(abs(s) * n for s, n in zip(tensor.strides, tensor.shape, strict=True))
+    strides = (
+        # A dimension of one element is never stepped along, but its stride must still be a legal one.
+        (stride if extent > 1 else -(-widest * itemsize // 16) * 16 // itemsize) * itemsize
+        for stride, extent in zip((tensor.strides[1], tensor.strides[2], tensor.strides[0]), extents[1:], strict=True)
+    )
+    status = _driver().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(into),
+        _DATA_TYPES[tensor.dtype],
+        4,
+        ctypes.c_void_p(address),
+        (ctypes.c_uint64 * 4)(*extents),
+        (ctypes.c_uint64 * 3)(*strides),
+        (ctypes.c_uint32 * 4)(*box, 1, 1),
+        (ctypes.c_uint32 * 4)(1, 1, 1, 1),
+        0,
+        _SWIZZLES[box[0] * itemsize],
+        _L2_PROMOTION_256B,
+        0,
+    )
+    if status:
+        raise LaunchError(f"cuTensorMapEncodeTiled returned {status} for {tensor} with box {box}")
+
+
+def replace_address(tensor_map: int, address: int) -> None:
+    """Point an encoded map at another tensor of the same shape, strides and dtype."""
+    status = _driver().cuTensorMapReplaceAddress(tensor_map, address)
+    if status:
+        raise LaunchError(f"cuTensorMapReplaceAddress returned {status} for address {address:#x}")
+
+
+def aligned_buffer(size: int) -> tuple[ctypes.Array, int]:
+    """A host buffer and the first address in it that a tensor map may start at."""
+    buffer = (ctypes.c_char * (size + _ALIGNMENT))()
+    start = ctypes.addressof(buffer)
+    return buffer, -(-start // _ALIGNMENT) * _ALIGNMENT
