@@ -1,0 +1,149 @@
+// Tiles of 16-bit elements: how they lie in shared memory, how they come from and go to global memory, and how warps
+// read them as operands of mma.m16n8k16.
+//
+// A tile is [rows][COLS] in shared memory, COLS a multiple of 16, without padding. Its 16-byte chunks are swizzled
+// within a row so that the eight rows of an 8 x 8 matrix, read or written together, fall into eight different groups of
+// four banks, whatever COLS is. Rows 8 apart share a swizzle: fragments at multiples of 16 rows differ by a constant.
+#pragma once
+#include "dtypes.cuh"
+
+constexpr int CHUNK_BYTES = 16, CHUNK_ELEMENTS = 8, BLOCK = 16;  // a 16-byte access; the side of an mma operand block
+
+template <int COLS> struct Swizzle {
+  static_assert(COLS % BLOCK == 0, "tiles are padded to whole mma blocks");
+  static constexpr int CHUNKS = COLS / CHUNK_ELEMENTS;
+  // Chunks are permuted inside groups of SPAN, the largest power of two up to 8 that divides the row.
+  static constexpr int SPAN = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : 2;
+  static constexpr int ROW_BYTES = COLS * 2;
+  static __device__ __forceinline__ int key(int row) { return (row * SPAN / 8) % SPAN; }
+  // Byte offset of element (row, col) in the tile.
+  static __device__ __forceinline__ u32 offset(int row, int col) {
+    const int chunk = (col / CHUNK_ELEMENTS) ^ key(row);
+    return row * ROW_BYTES + chunk * CHUNK_BYTES + col % CHUNK_ELEMENTS * 2;
+  }
+};
+
+// A tile's place in global memory. `rows` and `cols` are how many exist from `data` on; both may exceed the tile.
+template <class Element> struct GmemTile {
+  Element* data;  // row 0, column 0
+  i64 row_stride, col_stride;
+  int rows, cols;
+};
+
+// The threads of a copy: SPAN of them share a row (so a row is read in whole 32-byte sectors or 128-byte lines), every
+// thread keeps its chunk's swizzle from row to row, and all its addresses but the row's are constants apart.
+template <int ROWS, int COLS, int THREADS> struct CopyMap {
+  static constexpr int SPAN = Swizzle<COLS>::SPAN;
+  static constexpr int ROW_STEP = THREADS / SPAN, STEPS = (ROWS + ROW_STEP - 1) / ROW_STEP, COL_STEPS = COLS / (SPAN * 8);
+  static constexpr bool EXACT = ROWS % ROW_STEP == 0;
+  static_assert(THREADS % SPAN == 0, "whole rows of threads");
+};
+
+// gmem -> smem by THREADS threads, `thread` = 0 .. THREADS - 1. What does not exist becomes zero: rows at and past
+// src.rows (looked at only if TAIL), columns at and past src.cols (only if RAGGED). WIDE: cp.async, to be committed and
+// awaited by the caller; needs col_stride 1 and 16-byte alignment. Otherwise plain element-wise loads with any strides.
+// Both become visible to other threads at the barrier that follows (cp_async_wait and) the call.
+template <int ROWS, int COLS, bool WIDE, bool RAGGED, bool TAIL, int THREADS, class Element>
+__device__ __forceinline__ void load_tile(Element* tile_smem, const GmemTile<const Element>& src, int thread) {
+  using Map = CopyMap<ROWS, COLS, THREADS>;
+  const int row0 = thread / Map::SPAN, col0 = thread % Map::SPAN * CHUNK_ELEMENTS;
+  const u32 tile = smem_u32(tile_smem);
+#pragma unroll
+  for (int i = 0; i < Map::STEPS; i++) {
+    const int row = row0 + i * Map::ROW_STEP;
+    if (!Map::EXACT && row >= ROWS) break;
+    const bool row_ok = !TAIL || row < src.rows;
+    const Element* row_gmem = src.data + row * src.row_stride;
+#pragma unroll
+    for (int j = 0; j < Map::COL_STEPS; j++) {
+      const int col = col0 + j * Map::SPAN * CHUNK_ELEMENTS;
+      const u32 dst = tile + Swizzle<COLS>::offset(row, col);
+      if constexpr (WIDE) {
+        cp_async<CHUNK_BYTES>(dst, row_gmem + col, row_ok && (!RAGGED || col < src.cols));
+      } else {
+        u32 chunk[CHUNK_ELEMENTS / 2] = {};
+#pragma unroll
+        for (int e = 0; e < CHUNK_ELEMENTS; e++) {
+          if (row_ok && (!RAGGED || col + e < src.cols)) {
+            chunk[e / 2] |= u32(row_gmem[(col + e) * src.col_stride].bits) << (e % 2 * 16);
+          }
+        }
+        st_shared_v4(dst, chunk);
+      }
+    }
+  }
+}
+
+// smem -> gmem by THREADS threads: rows below dst.rows and columns below dst.cols.
+template <int ROWS, int COLS, bool WIDE, bool RAGGED, int THREADS, class Element>
+__device__ __forceinline__ void store_tile(const GmemTile<Element>& dst, const Element* tile_smem, int thread) {
+  using Map = CopyMap<ROWS, COLS, THREADS>;
+  const int row0 = thread / Map::SPAN, col0 = thread % Map::SPAN * CHUNK_ELEMENTS;
+  const u32 tile = smem_u32(tile_smem);
+#pragma unroll
+  for (int i = 0; i < Map::STEPS; i++) {
+    const int row = row0 + i * Map::ROW_STEP;
+    if ((!Map::EXACT && row >= ROWS) || row >= dst.rows) break;
+    Element* row_gmem = dst.data + row * dst.row_stride;
+#pragma unroll
+    for (int j = 0; j < Map::COL_STEPS; j++) {
+      const int col = col0 + j * Map::SPAN * CHUNK_ELEMENTS;
+      if (RAGGED && col >= dst.cols) continue;
+      u32 chunk[CHUNK_ELEMENTS / 2];
+      ld_shared_v4(chunk, tile + Swizzle<COLS>::offset(row, col));
+      if constexpr (WIDE) {
+        st_global_v4(row_gmem + col, chunk);
+      } else {
+#pragma unroll
+        for (int e = 0; e < CHUNK_ELEMENTS; e++) {
+          if (RAGGED && col + e >= dst.cols) continue;
+          row_gmem[(col + e) * dst.col_stride] = Element{(unsigned short)(chunk[e / 2] >> (e % 2 * 16))};
+        }
+      }
+    }
+  }
+}
+
+// ---- Operands of mma.m16n8k16 ---------------------------------------------------------------------------------------
+// One ldmatrix.x4 reads a 16 x 16 block as four 8 x 8 matrices, in one of two orders:
+//
+//   ROWS_FIRST  0 2      COLS_FIRST  0 1      operand     tile in smem   order        ldmatrix
+//               1 3                  2 3      A (m, k)    [m][k]         ROWS_FIRST   x4
+//                                             A (m, k)    [k][m]         COLS_FIRST   x4_trans
+//   B is returned for two n8 blocks:          B (k, n)    [n][k]         COLS_FIRST   x4
+//   b0, b1 of columns 0-7, then of 8-15.      B (k, n)    [k][n]         ROWS_FIRST   x4_trans
+enum MatrixOrder { ROWS_FIRST, COLS_FIRST };
+
+// The address this lane gives for the block at (row, 0), row a multiple of 8. Computed once, then moved by block_at.
+template <int COLS, MatrixOrder ORDER, class Element>
+__device__ __forceinline__ u32 lane_address(const Element* tile_smem, int row, int lane) {
+  const int second = lane / 8 % 2 * 8, third = lane / 16 * 8;
+  const int block_row = lane % 8 + (ORDER == ROWS_FIRST ? second : third);
+  return smem_u32(tile_smem) + Swizzle<COLS>::offset(row + block_row, ORDER == ROWS_FIRST ? third : second);
+}
+
+// The same for the block `rows` further down (a multiple of 8) and `cols` to the right (a multiple of 16). The tile
+// begins at a multiple of 128 bytes. With constant arguments this is at most one xor and a constant offset.
+template <int COLS> __device__ __forceinline__ u32 block_at(u32 lane_address, int rows, int cols) {
+  constexpr int SPAN_BYTES = Swizzle<COLS>::SPAN * CHUNK_BYTES;
+  const int bytes = cols * 2;
+  return (lane_address ^ (bytes % SPAN_BYTES)) + (bytes / SPAN_BYTES * SPAN_BYTES + rows * Swizzle<COLS>::ROW_BYTES);
+}
+
+// An accumulator of mma.m16n8k16 as 16-bit elements into a tile: its top left element goes to (row, col).
+template <int COLS, class Element>
+__device__ __forceinline__ void store_accumulator(Element* tile_smem, int row, int col, const float (&d)[4], int lane) {
+  const u32 tile = smem_u32(tile_smem);
+  row += lane / 4, col += lane % 4 * 2;
+  st_shared(tile + Swizzle<COLS>::offset(row, col), pack2<Element>(d[0], d[1]));
+  st_shared(tile + Swizzle<COLS>::offset(row + 8, col), pack2<Element>(d[2], d[3]));
+}
+
+// Two neighbouring accumulators (columns 0-7 and 8-15) as the A operand of the next mma.
+template <class Element>
+__device__ __forceinline__ void accumulators_to_a(u32 (&a)[4], const float (&left)[4], const float (&right)[4]) {
+  a[0] = pack2<Element>(left[0], left[1]);
+  a[1] = pack2<Element>(left[2], left[3]);
+  a[2] = pack2<Element>(right[0], right[1]);
+  a[3] = pack2<Element>(right[2], right[3]);
+}
