@@ -1,0 +1,14 @@
+"""PyFlash: exact attention, forward and backward, on any framework's GPU arrays."""
+
+from . import reference
+from .api import flash_attention, flash_attention_backward
+from .errors import CompileError, LaunchError, Unsupported
+
+__all__ = [
+    "CompileError",
+    "LaunchError",
+    "Unsupported",
+    "flash_attention",
+    "flash_attention_backward",
+    "reference",
+]

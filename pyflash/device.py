@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from functools import cache
 
@@ -59,3 +60,28 @@ def present(device_id: int) -> Device:
         bandwidth=listed.bandwidth if listed else bandwidth,
         half_flops=listed.half_flops if listed else 0.0,
     )
+
+
+_thread = threading.local()
+
+
+class current:
+    """Within the context, `device_id` is the thread's current device; the one before is current again after it."""
+
+    def __init__(self, device_id: int):
+        self.device_id = device_id
+
+    def __enter__(self) -> None:
+        from cupy.cuda import runtime
+
+        self.before = runtime.getDevice()
+        # A thread has no driver context before its first call that needs one, and a launch does not make it.
+        if self.before != self.device_id or not hasattr(_thread, "entered"):
+            runtime.setDevice(self.device_id)
+            _thread.entered = True
+
+    def __exit__(self, *error: object) -> None:
+        if self.before != self.device_id:
+            from cupy.cuda import runtime
+
+            runtime.setDevice(self.before)

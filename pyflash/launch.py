@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 
 from . import compile, debug, params, tma
 from .device import Device
@@ -11,17 +10,6 @@ from .errors import LaunchError
 from .plan import Launch, Plan
 
 WORKSPACE = "workspace"
-
-_thread = threading.local()
-
-
-def _enter_context(device_id: int) -> None:
-    """The driver launches into the calling thread's context, which a new thread does not have yet."""
-    if getattr(_thread, "device_id", None) != device_id:
-        from cupy.cuda import runtime
-
-        runtime.setDevice(device_id)
-        _thread.device_id = device_id
 
 
 class _Arguments:
@@ -81,29 +69,29 @@ class _Ready:
 
 
 class Executable:
-    """Call it with the arrays' addresses to queue the plan's launches on a stream."""
+    """Call it with the arrays' addresses, its device being current, to queue the plan's launches on a stream."""
 
     def __init__(self, plan: Plan, device: Device, device_id: int):
         from cupy.cuda import driver
 
         debug.log(1, f"{plan.problem} -> {plan.family}: {', '.join(f'{x.kernel} x{x.grid}' for x in plan.launches)}"
                      + "".join(f"; {note}" for note in plan.notes))
-        self.plan, self.device_id = plan, device_id
+        self.plan = plan
         self.workspace_bytes = plan.workspace_bytes
         self._launch_kernel = driver.launchKernel
         self._ready = tuple(_Ready(launch, plan, device, device_id) for launch in plan.launches)
 
     def __call__(self, addresses: dict[str, int], stream: int) -> None:
-        _enter_context(self.device_id)
         try:
             for ready in self._ready:
                 ready(addresses, stream, self._launch_kernel)
                 if debug.LEVEL >= 4:
                     self._synchronize(stream, ready)
-        except Exception as error:
-            if isinstance(error, LaunchError):
-                raise
-            raise LaunchError(f"the driver refused to launch {ready.launch.kernel} for {self.plan.problem}: {error}") from error
+        except LaunchError:
+            raise
+        except Exception as error:  # CuPy has one exception type a library and no common base below Exception
+            name = ready.launch.kernel
+            raise LaunchError(f"the driver refused to launch {name} for {self.plan.problem}: {error}") from error
 
     def _synchronize(self, stream: int, ready: _Ready) -> None:
         from cupy.cuda import runtime

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from . import features, params
 from .device import Device
 from .errors import Unsupported
-from .problem import REAL_DTYPES, Problem, Tensor
+from .problem import Problem, Tensor
 from .tiles import FAMILIES, KERNELS, Kernel, Row
 
 LOG2_E = math.log2(math.e)
@@ -90,6 +90,8 @@ def _tma_obstacle(problem: Problem) -> str | None:
     for name, tensor in problem.tensors:
         if len(tensor.shape) == 4 and not tensor.wide():
             return f"{name}'s address or strides are not multiples of 16 bytes, or its head_dim is not"
+        if any(stride <= 0 and extent > 1 for stride, extent in zip(tensor.strides, tensor.shape, strict=True)):
+            return f"{name} has a stride that is zero or negative"
     return None
 
 
@@ -305,10 +307,7 @@ def _backward(problem: Problem, device: Device, family: str, notes: tuple[str, .
 
 
 def plan(problem: Problem, device: Device, families: tuple[str, ...] = FAMILIES) -> Plan:
-    """The plan of a checked problem; its `tensors` must include the outputs. `families` is narrowed by tests."""
+    """The plan of a checked problem. `families` is narrowed by tests."""
     family, notes = choose_family(problem, device, families)
     return (_backward if problem.backward else _forward)(problem, device, family, notes)
 
-
-def lse_dtype(problem: Problem) -> str:
-    return REAL_DTYPES[problem.dtype.real]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from . import features
@@ -82,10 +82,21 @@ class Problem:
     options: tuple[tuple[str, object], ...]  # the features that are on
     tensors: tuple[tuple[str, Tensor], ...]
     deterministic: bool = False
+    wants_lse: bool = False
 
     @property
     def qheads_per_kv(self) -> int:
         return self.num_heads_q // self.num_heads_kv
+
+    @property
+    def outputs(self) -> tuple[tuple[str, Tensor], ...]:
+        """The arrays that the call makes, apart from those it was given to write to."""
+        tensors = dict(self.tensors)
+        if self.backward:
+            return tuple((f"d{name}", contiguous(tensors[name].shape, self.dtype.name)) for name in "qkv")
+        o = contiguous((self.batch, self.seqlen_q, self.num_heads_q, self.head_dim_v), self.dtype.name)
+        lse = contiguous((self.batch, self.num_heads_q, self.seqlen_q), REAL_DTYPES[self.dtype.real])
+        return (("o", o),) * ("o" not in tensors) + (("lse", lse),) * self.wants_lse
 
     def option(self, name: str) -> object:
         return dict(self.options).get(name)
@@ -101,14 +112,15 @@ def describe(tensors: dict[str, Tensor], softmax_scale: object, options: tuple[t
     return f"[{arrays}{extras}]"
 
 
-def _check_scale(softmax_scale: object, head_dim: int) -> float:
-    if softmax_scale is None:
-        return 1.0 / math.sqrt(head_dim)
+def check_scale(softmax_scale: object) -> float | None:
+    """softmax_scale as a Python number; None stands for 1 / sqrt(head_dim)."""
+    if softmax_scale is None or (type(softmax_scale) is float and math.isfinite(softmax_scale)):
+        return softmax_scale
     try:
-        value = float(softmax_scale)
+        value = math.nan if isinstance(softmax_scale, (bool, str)) else float(softmax_scale)
     except (TypeError, ValueError):
-        raise TypeError(f"softmax_scale: got {softmax_scale!r}, takes a finite number or None") from None
-    if isinstance(softmax_scale, (bool, str)) or not math.isfinite(value):
+        value = math.nan
+    if not math.isfinite(value):
         raise ValueError(f"softmax_scale: got {softmax_scale!r}, takes a finite number or None")
     return value
 
@@ -148,13 +160,14 @@ def make(
     backward: bool,
     softmax_scale: object = None,
     deterministic: bool = False,
+    wants_lse: bool = False,
     options: dict[str, object] | None = None,
 ) -> Problem:
-    """Check a call and turn it into a Problem.
+    """Check a call and turn it into a Problem, whose `tensors` are those given and the outputs.
 
-    `tensors` holds q, k, v; where given o, lse (forward: outputs); for a backward dout, o, lse, and where given dlse.
+    `tensors` holds q, k, v; for a forward the o to write to, if any; for a backward dout, o, lse, and dlse, if any.
     """
-    on = features.check(options or {})
+    on, scale = features.check(options or {}), check_scale(softmax_scale)
     check = _Checker(tensors, describe(tensors, softmax_scale, on))
     q, k, v = (tensors[name] for name in "qkv")
     for name in "qkv":
@@ -193,7 +206,7 @@ def make(
             check.shape(name, rows, _ROWS)
     if not backward and "o" in tensors and tensors["o"].overlaps_itself():
         check.fail("out", f"strides {tensors['o'].strides} for shape {outs}", "an array whose elements do not overlap")
-    return Problem(
+    problem = Problem(
         backward=backward,
         dtype=dtype,
         batch=batch,
@@ -203,8 +216,10 @@ def make(
         num_heads_kv=k.shape[2],
         head_dim=head_dim,
         head_dim_v=head_dim_v,
-        softmax_scale=_check_scale(softmax_scale, head_dim),
+        softmax_scale=1.0 / math.sqrt(head_dim) if scale is None else scale,
         options=on,
         tensors=tuple(tensors.items()),
         deterministic=deterministic,
+        wants_lse=wants_lse,
     )
+    return replace(problem, tensors=problem.tensors + problem.outputs)

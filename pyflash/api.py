@@ -1,0 +1,202 @@
+"""The public functions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from . import arrays, cpu, debug, device, features, problem
+from .errors import Unsupported
+from .launch import WORKSPACE, Executable
+from .plan import plan
+from .tiles import FAMILIES
+
+
+def flash_attention(q, k, v, *, softmax_scale=None, causal=False, return_lse=False, out=None):
+    """Exact attention, softmax(softmax_scale * q k^T) v, without the seqlen_q x seqlen_k matrix.
+
+    Parameters
+    ----------
+    q : array (batch, seqlen_q, heads_q, head_dim)
+        float16, bfloat16, float32 or float64; any strides. CuPy, torch, JAX, NumPy, or any array with ``__dlpack__``.
+    k : array (batch, seqlen_k, heads_kv, head_dim)
+        heads_q must be a multiple of heads_kv; query head h reads key head h // (heads_q // heads_kv).
+    v : array (batch, seqlen_k, heads_kv, head_dim_v)
+        head_dim and head_dim_v are 1 to 256, independently.
+    softmax_scale : float, optional
+        Default 1 / sqrt(head_dim). May be zero or negative.
+    causal : bool
+        Query i sees key j only if j <= i + seqlen_k - seqlen_q: aligned to the bottom-right corner.
+    return_lse : bool
+        Also return lse, the natural logarithm of the sum of exp(scores) of each row, which the backward needs.
+    out : array (batch, seqlen_q, heads_q, head_dim_v), optional
+        Where the result is written, instead of a new array.
+
+    Returns
+    -------
+    out : array (batch, seqlen_q, heads_q, head_dim_v)
+        Of q's kind, dtype and device. A query that sees no key gives 0.
+    lse : array (batch, heads_q, seqlen_q)
+        Only with ``return_lse``. float32, or float64 for float64 inputs. A query that sees no key gives -inf.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is not what it must be; the message names it, what it got and what it takes.
+    pyflash.Unsupported
+        No kernel does this on this device.
+
+    Notes
+    -----
+    FlashAttention (Dao et al. 2022, algorithm 1) with the work split of FlashAttention-2 (Dao 2023, section 3). The
+    work is queued on the caller's current stream. Torch tensors that require grad are differentiable.
+    """
+    given = {"q": q, "k": k, "v": v} if out is None else {"q": q, "k": k, "v": v, "o": out}
+    kind = arrays.common_kind(given)
+    if kind.name.startswith("torch"):
+        from . import torch as glue
+
+        if glue.records_gradient(q, k, v):
+            if out is not None:
+                raise ValueError("out: got a tensor, takes None where q, k or v requires grad")
+            result = glue.attention(q, k, v, softmax_scale, causal)
+            return result if return_lse else result[0]
+    results = _call(kind, given, softmax_scale, causal, wants_lse=return_lse)
+    o = results["o"] if out is None else out
+    return (o, results["lse"]) if return_lse else o
+
+
+def flash_attention_backward(
+    dout, q, k, v, out, lse, *, softmax_scale=None, causal=False, dlse=None, deterministic=False
+):
+    """The gradients of `flash_attention`: dq, dk, dv, each of the shape, dtype and kind of what it belongs to.
+
+    Parameters
+    ----------
+    dout : array (batch, seqlen_q, heads_q, head_dim_v)
+        The gradient of out; any strides.
+    q, k, v, softmax_scale, causal
+        As they were in the forward call.
+    out, lse
+        What the forward call returned.
+    dlse : array (batch, heads_q, seqlen_q), optional
+        The gradient of lse, where lse itself was used.
+    deterministic : bool
+        Bitwise the same gradients each time. Otherwise the order in which dq is summed may vary.
+
+    Returns
+    -------
+    dq, dk, dv : arrays
+
+    Raises
+    ------
+    TypeError, ValueError, pyflash.Unsupported
+        As `flash_attention`.
+
+    Notes
+    -----
+    FlashAttention (Dao et al. 2022, algorithm 4) with the work split of FlashAttention-2: scores are recomputed from
+    lse, in O(seqlen) extra memory.
+    """
+    given = {"q": q, "k": k, "v": v, "dout": dout, "o": out, "lse": lse}
+    if dlse is not None:
+        given["dlse"] = dlse
+    if not isinstance(deterministic, bool):
+        raise TypeError(f"deterministic: got {deterministic!r}, takes True or False")
+    results = _call(arrays.common_kind(given), given, softmax_scale, causal, backward=True, deterministic=deterministic)
+    return results["dq"], results["dk"], results["dv"]
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A call whose checks and plan are done: what to allocate and what to run."""
+
+    problem: problem.Problem
+    outputs: tuple[tuple[str, tuple[int, ...], object], ...]  # name, shape, the library's dtype
+    executable: Executable | None  # None: NumPy
+
+
+# Calls seen before, by everything that they depend on besides the arrays' contents and addresses: a repeated call costs
+# a look-up, its outputs and its launches.
+_prepared: dict[tuple, _Prepared] = {}
+_MAX_PREPARED = 4096
+
+
+def _prepare(kind: arrays.Kind, device_id: int | None, keys: dict[str, arrays.Key], causal: bool, **call) -> _Prepared:
+    tensors = {}
+    for name, key in keys.items():
+        try:
+            tensors[name] = kind.tensor(key)
+        except Unsupported as error:
+            raise Unsupported(f"{name}: {error}") from None
+    made = problem.make(tensors, options={"causal": causal}, **call)
+    executable = None
+    if kind.gpu:
+        gpu = device.present(device_id)
+        executable = Executable(plan(made, gpu, debug.FAMILIES or FAMILIES), gpu, device_id)
+    outputs = tuple((name, tensor.shape, kind.dtype(tensor.dtype)) for name, tensor in made.outputs)
+    return _Prepared(made, outputs, executable)
+
+
+def _call(
+    kind: arrays.Kind,
+    given: dict[str, object],
+    softmax_scale: object,
+    causal: object,
+    *,
+    backward: bool = False,
+    wants_lse: bool = False,
+    deterministic: bool = False,
+) -> dict[str, object]:
+    """Check, plan and run one call. Returns the arrays that it made, of the caller's kind, by name."""
+    views = {name: kind.view(array) for name, array in given.items()}
+    device_id = arrays.common_device(kind, views)
+    softmax_scale = problem.check_scale(softmax_scale)
+    if causal is not True and causal is not False:
+        causal = bool(features.check({"causal": causal}))
+    keys = {name: kind.key(view) for name, view in views.items()}
+    flags = {"backward": backward, "wants_lse": wants_lse, "deterministic": deterministic}
+    call = (kind.name, device_id, *keys.items(), softmax_scale, causal, *flags.values(), debug.FAMILIES)
+    prepared = _prepared.get(call)
+    if prepared is None:
+        prepared = _prepare(kind, device_id, keys, causal, softmax_scale=softmax_scale, **flags)
+        if len(_prepared) >= _MAX_PREPARED:
+            _prepared.clear()
+        _prepared[call] = prepared
+    if "o" in views and not backward:
+        _check_separate(kind, views, prepared.problem)
+    like = given["q"]
+    if prepared.executable is None:
+        made = {name: kind.empty(shape, dtype, like) for name, shape, dtype in prepared.outputs}
+        _run_numpy(prepared.problem, {**views, **made})
+    else:
+        with device.current(device_id):
+            made = {name: kind.empty(shape, dtype, like) for name, shape, dtype in prepared.outputs}
+            _launch(kind, prepared.executable, {**views, **made}, like, device_id)
+    return {name: kind.wrap(view, like) for name, view in made.items()}
+
+
+def _run_numpy(made: problem.Problem, views: dict[str, object]) -> None:
+    run, names = cpu.forward, ("q", "k", "v", "o", "lse")
+    if made.backward:
+        run, names = cpu.backward, ("dout", "q", "k", "v", "o", "lse", "dlse", "dq", "dk", "dv")
+    on = {f.name: f.default for f in features.FEATURES} | dict(made.options)
+    run(*(views.get(name) for name in names), softmax_scale=made.softmax_scale, **on)
+
+
+def _launch(kind: arrays.Kind, executable: Executable, views: dict[str, object], like: object, device_id: int) -> None:
+    addresses = {name: kind.address(view) for name, view in views.items()}
+    if executable.workspace_bytes:
+        # Freed on return: the libraries' allocators hand memory on in the order of the stream.
+        workspace = kind.empty((executable.workspace_bytes,), kind.dtype("uint8"), like)
+        addresses[WORKSPACE] = kind.address(workspace)
+    executable(addresses, kind.stream(device_id))
+
+
+def _check_separate(kind: arrays.Kind, views: dict[str, object], made: problem.Problem) -> None:
+    """`out` must not lie on the inputs: some of them are still to be read when its first rows are written."""
+    tensors = dict(made.tensors)
+    low, high = arrays.byte_range(tensors["o"], kind.address(views["o"]))
+    for name in "qkv":
+        start, end = arrays.byte_range(tensors[name], kind.address(views[name]))
+        if low < end and start < high:
+            raise ValueError(f"out: got memory that overlaps {name}'s, takes memory of its own; call {made}")
