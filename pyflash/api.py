@@ -133,7 +133,7 @@ def _prepare(kind: arrays.Kind, device_id: int | None, keys: dict[str, arrays.Ke
     if kind.gpu:
         gpu = device.present(device_id)
         executable = Executable(plan(made, gpu, debug.FAMILIES or FAMILIES), gpu, device_id)
-    outputs = tuple((name, tensor.shape, kind.dtype(tensor.dtype)) for name, tensor in made.outputs)
+    outputs = tuple((n, t.shape, kind.dtype(t.dtype)) for n, t in made.tensors if n in made.outputs)
     return _Prepared(made, outputs, executable)
 
 

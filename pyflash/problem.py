@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from . import features
@@ -52,6 +52,8 @@ class Tensor(NamedTuple):
 
     def overlaps_itself(self) -> bool:
         """Whether two indices can share an address, by the sufficient test that sorted strides nest."""
+        if 0 in self.shape:
+            return False
         reach = 0
         for stride, extent in sorted((abs(s), n) for s, n in zip(self.strides, self.shape, strict=True) if n > 1):
             if stride <= reach:
@@ -81,22 +83,12 @@ class Problem:
     softmax_scale: float
     options: tuple[tuple[str, object], ...]  # the features that are on
     tensors: tuple[tuple[str, Tensor], ...]
+    outputs: tuple[str, ...]  # those of `tensors` that the call makes
     deterministic: bool = False
-    wants_lse: bool = False
 
     @property
     def qheads_per_kv(self) -> int:
         return self.num_heads_q // self.num_heads_kv
-
-    @property
-    def outputs(self) -> tuple[tuple[str, Tensor], ...]:
-        """The arrays that the call makes, apart from those it was given to write to."""
-        tensors = dict(self.tensors)
-        if self.backward:
-            return tuple((f"d{name}", contiguous(tensors[name].shape, self.dtype.name)) for name in "qkv")
-        o = contiguous((self.batch, self.seqlen_q, self.num_heads_q, self.head_dim_v), self.dtype.name)
-        lse = contiguous((self.batch, self.num_heads_q, self.seqlen_q), REAL_DTYPES[self.dtype.real])
-        return (("o", o),) * ("o" not in tensors) + (("lse", lse),) * self.wants_lse
 
     def option(self, name: str) -> object:
         return dict(self.options).get(name)
@@ -105,9 +97,19 @@ class Problem:
         return describe(dict(self.tensors), self.softmax_scale, self.options)
 
 
+def _argument(name: str) -> str:
+    """What the public functions call a tensor."""
+    return "out" if name == "o" else name
+
+
+def shown(name: str) -> str:
+    """An array's name as the public functions have it."""
+    return "out" if name == "o" else name
+
+
 def describe(tensors: dict[str, Tensor], softmax_scale: object, options: tuple[tuple[str, object], ...]) -> str:
     """A call in one line, for error messages."""
-    arrays = ", ".join(f"{name} {t.shape} {t.dtype}" for name, t in tensors.items())
+    arrays = ", ".join(f"{_argument(name)} {t.shape} {t.dtype}" for name, t in tensors.items())
     extras = "".join(f", {name}={value}" for name, value in (("softmax_scale", softmax_scale), *options))
     return f"[{arrays}{extras}]"
 
@@ -117,11 +119,12 @@ def check_scale(softmax_scale: object) -> float | None:
     if softmax_scale is None or (type(softmax_scale) is float and math.isfinite(softmax_scale)):
         return softmax_scale
     try:
-        value = math.nan if isinstance(softmax_scale, (bool, str)) else float(softmax_scale)
+        value = None if isinstance(softmax_scale, (bool, str)) else float(softmax_scale)
     except (TypeError, ValueError):
-        value = math.nan
-    if not math.isfinite(value):
-        raise ValueError(f"softmax_scale: got {softmax_scale!r}, takes a finite number or None")
+        value = None
+    if value is None or not math.isfinite(value):
+        error = TypeError if value is None else ValueError
+        raise error(f"softmax_scale: got {softmax_scale!r}, takes a finite number or None")
     return value
 
 
@@ -132,7 +135,7 @@ class _Checker:
         self.tensors, self.call = tensors, call
 
     def fail(self, name: str, got: object, takes: str, error: type[Exception] = ValueError):
-        raise error(f"{name}: got {got}, takes {takes}; call {self.call}")
+        raise error(f"{_argument(name)}: got {got}, takes {takes}; call {self.call}")
 
     def rank(self, name: str, rank: int, layout: str) -> None:
         shape = self.tensors[name].shape
@@ -194,19 +197,23 @@ def make(
     outs, rows = (batch, seqlen_q, heads_q, head_dim_v), (batch, heads_q, seqlen_q)
     for name in ("o", "dout"):
         if name in tensors:
-            shown = "out" if name == "o" else name
             check.rank(name, 4, _LAYOUT)
             check.same_dtype(name, q.dtype, ", as q")
             if tensors[name].shape != outs:
-                check.fail(shown, f"shape {tensors[name].shape}", f"{outs}: (batch, seqlen_q, heads_q, head_dim_v)")
+                check.fail(name, f"shape {tensors[name].shape}", f"{outs}: (batch, seqlen_q, heads_q, head_dim_v)")
     for name in ("lse", "dlse"):
         if name in tensors:
             check.rank(name, 3, _ROWS)
             check.same_dtype(name, REAL_DTYPES[dtype.real], f" for {q.dtype} inputs")
             check.shape(name, rows, _ROWS)
     if not backward and "o" in tensors and tensors["o"].overlaps_itself():
-        check.fail("out", f"strides {tensors['o'].strides} for shape {outs}", "an array whose elements do not overlap")
-    problem = Problem(
+        check.fail("o", f"strides {tensors['o'].strides} for shape {outs}", "an array whose elements do not overlap")
+    if backward:
+        outputs = {f"d{name}": contiguous(tensors[name].shape, q.dtype) for name in "qkv"}
+    else:
+        outputs = {"o": contiguous(outs, q.dtype)} if "o" not in tensors else {}
+        outputs |= {"lse": contiguous(rows, REAL_DTYPES[dtype.real])} if wants_lse else {}
+    return Problem(
         backward=backward,
         dtype=dtype,
         batch=batch,
@@ -218,8 +225,7 @@ def make(
         head_dim_v=head_dim_v,
         softmax_scale=1.0 / math.sqrt(head_dim) if scale is None else scale,
         options=on,
-        tensors=tuple(tensors.items()),
+        tensors=tuple((tensors | outputs).items()),
+        outputs=tuple(outputs),
         deterministic=deterministic,
-        wants_lse=wants_lse,
     )
-    return replace(problem, tensors=problem.tensors + problem.outputs)
