@@ -11,6 +11,7 @@ import os
 import re
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -158,12 +159,16 @@ def _load(path: Path, name: str, smem_bytes: int, device_id: int) -> tuple[int, 
         return function.kernel.ptr, module
 
 
-def load(launch: Launch, device: Device, device_id: int) -> int:
-    """The CUfunction of a launch on a device, compiled and loaded at most once."""
-    path = cubin(launch, arch_of(launch, device))
-    try:
-        return _load(path, launch.kernel, launch.smem_bytes, device_id)[0]
-    except Exception as error:  # CuPy has one exception type a library and no common base below Exception
-        raise LaunchError(
-            f"the driver refused to load {path} on {device.name}: {error}; delete the file to compile it anew"
-        ) from error
+def load(launches: tuple[Launch, ...], device: Device, device_id: int) -> list[int]:
+    """The CUfunctions of some launches on a device, each compiled and loaded at most once."""
+    with ThreadPoolExecutor() as pool:  # NVRTC runs outside the interpreter's lock
+        paths = list(pool.map(lambda launch: cubin(launch, arch_of(launch, device)), launches))
+    functions = []
+    for launch, path in zip(launches, paths, strict=True):
+        try:
+            functions.append(_load(path, launch.kernel, launch.smem_bytes, device_id)[0])
+        except Exception as error:  # CuPy has one exception type a library and no common base below Exception
+            raise LaunchError(
+                f"the driver refused to load {path} on {device.name}: {error}; delete the file to compile it anew"
+            ) from error
+    return functions

@@ -42,9 +42,8 @@ class _Arguments:
 class _Ready:
     """One launch of a plan, loaded."""
 
-    def __init__(self, launch: Launch, plan: Plan, device: Device, device_id: int):
-        self.launch, self.plan = launch, plan
-        self.function = compile.load(launch, device, device_id)
+    def __init__(self, launch: Launch, plan: Plan, function: int):
+        self.launch, self.plan, self.function = launch, plan, function
         layout = params.layout(launch.kernel, launch.real)
         self.template = bytes(layout.pack(dict(launch.values)))
         self.slots = []
@@ -79,7 +78,8 @@ class Executable:
         self.plan = plan
         self.workspace_bytes = plan.workspace_bytes
         self._launch_kernel = driver.launchKernel
-        self._ready = tuple(_Ready(launch, plan, device, device_id) for launch in plan.launches)
+        functions = compile.load(plan.launches, device, device_id)
+        self._ready = tuple(_Ready(x, plan, function) for x, function in zip(plan.launches, functions, strict=True))
 
     def __call__(self, addresses: dict[str, int], stream: int) -> None:
         try:
