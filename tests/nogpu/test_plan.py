@@ -1,0 +1,231 @@
+"""The planner: whatever valid call it is given, what it decides can be launched, and is right."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from problems import devices, example, problems
+
+from pyflash import features, params
+from pyflash.device import KNOWN, Device
+from pyflash.errors import Unsupported
+from pyflash.plan import Launch, Plan, plan
+from pyflash.problem import MAX_HEAD_DIM, Problem
+from pyflash.tiles import FAMILIES, KERNELS
+
+HALF = ("float16", "bfloat16")
+KERNEL_NAMES = sorted(KERNELS)
+
+
+def planned(problem: Problem, device: Device, **options: object) -> Plan | None:
+    """The plan; None where the refusal is one of those that the README states."""
+    try:
+        return plan(problem, device, **options)
+    except Unsupported as error:
+        grid = "a grid holds" in str(error)
+        assert grid or (problem.dtype.name in HALF and device.capability < (8, 0)), error
+        return None
+
+
+def constants(launch: Launch) -> dict[str, object]:
+    return dict(launch.config)
+
+
+def nbytes(problem: Problem, *names: str) -> int:
+    tensors = dict(problem.tensors)
+    return sum(math.prod(tensors[name].shape) for name in names) * problem.dtype.itemsize
+
+
+@settings(max_examples=400)
+@given(problems(), devices)
+def test_every_valid_problem_has_a_plan_that_can_be_launched(problem, device):
+    made = planned(problem, device)
+    if made is None:
+        return
+    assert made.family in FAMILIES
+    for launch in made.launches:
+        assert 1 <= launch.grid < 2**31, "the grid is one-dimensional: y and z end at 65535"
+        assert launch.block % 32 == 0 and 32 <= launch.block <= 1024
+        assert 0 <= launch.smem_bytes <= device.smem_bytes
+        cfg = constants(launch)
+        assert cfg["SMEM_BYTES"] == launch.smem_bytes and cfg["NUM_THREADS"] == launch.block
+        assert cfg["TILE_D"] >= problem.head_dim and cfg["TILE_DV"] >= problem.head_dim_v
+        assert cfg["RAGGED_D"] == ((cfg["TILE_D"], cfg["TILE_DV"]) != (problem.head_dim, problem.head_dim_v))
+        assert cfg["SCALE_FIRST"] == (problem.softmax_scale <= 0)
+        for feature in features.FEATURES:
+            assert cfg[feature.flag] == (problem.option(feature.name) is not None)
+
+
+@given(problems(), devices)
+def test_the_grid_covers_every_row_and_every_key(problem, device):
+    made = planned(problem, device)
+    if made is None:
+        return
+    rows = problem.batch * problem.num_heads_q * problem.seqlen_q
+    keys = problem.batch * problem.num_heads_kv * problem.seqlen_k
+    work = sum(launch.grid * max(constants(launch)["TILE_M"], constants(launch)["TILE_N"]) for launch in made.launches)
+    if problem.backward and keys or not problem.backward and rows:
+        persistent = any("tile_counter" in dict(launch.arrays) for launch in made.launches)
+        assert persistent or work >= (keys if problem.backward else rows)
+    if not rows and not keys:
+        assert made.launches == ()
+
+
+@given(problems(), devices)
+def test_every_argument_of_every_kernel_is_given(problem, device):
+    """Pointers come from arrays that exist, strides are the arrays' own, and every size is there."""
+    made = planned(problem, device)
+    if made is None:
+        return
+    tensors, pieces = dict(problem.tensors), {buffer.name for buffer in made.workspace}
+    for launch in made.launches:
+        layout = params.layout(launch.kernel, launch.real)
+        values, arrays = dict(launch.values), dict(launch.arrays)
+        layout.pack(values)
+        assert set(arrays.values()) <= set(tensors) | pieces
+        for field in layout.fields:
+            if field.kind in ("i32", "real"):
+                assert field.name in values, f"{launch.kernel} is not told {field.name}"
+            elif field.name.endswith("_stride") and field.name in values:
+                assert values[field.name] == tensors[field.name.removesuffix("_stride")].strides
+            elif field.kind == "tensor_map":
+                assert dict(launch.tensor_maps)[field.name].array in tensors
+        for name in ("q", "k", "v", "o", "dout", "dq", "dk", "dv"):
+            if name in arrays and arrays[name] in tensors:
+                assert constants(launch)[f"WIDE_{name.upper()}"] == tensors[name].wide()
+
+
+@settings(max_examples=300)
+@given(problems(), devices)
+def test_workspace_is_in_proportion_to_the_arrays(problem, device):
+    made = planned(problem, device)
+    if made is None:
+        return
+    if not problem.backward:
+        scheduler = 256
+        assert made.workspace_bytes <= scheduler, "forward needs out, lse, and at most a counter"
+        return
+    rows = problem.batch * problem.num_heads_q * problem.seqlen_q
+    slack = 256 * len(made.workspace)  # each piece starts on a multiple of 256 bytes
+    # delta, the float32 sum of dq, and one number a query tile: nothing is padded to tiles.
+    assert made.workspace_bytes <= rows * (8 + 4 + 4 * problem.head_dim) + slack
+    if problem.head_dim >= 16:
+        assert made.workspace_bytes <= 3 * nbytes(problem, "q") + slack
+
+
+@given(problems(backward=True), devices)
+def test_pieces_of_the_workspace_do_not_overlap(problem, device):
+    made = planned(problem, device)
+    if made is None:
+        return
+    end = 0
+    for piece in sorted(made.workspace, key=lambda piece: piece.offset):
+        assert piece.offset >= end and piece.offset % 256 == 0
+        end = piece.offset + piece.nbytes
+    assert made.workspace_bytes == end
+
+
+@given(problems(), devices)
+def test_a_plan_depends_on_nothing_else(problem, device):
+    made = planned(problem, device)
+    assert made == planned(replace(problem), replace(device))
+    if made is not None:
+        hash(made)
+
+
+@given(problems(), devices)
+def test_hoppers_kernels_run_on_hopper_only(problem, device):
+    made = planned(problem, device)
+    if made is not None and made.family == "sm90":
+        assert device.capability == (9, 0)
+        assert all(t.wide() for _, t in problem.tensors if len(t.shape) == 4)
+    for launch in made.launches if made else ():
+        only = KERNELS[launch.kernel].only_capability
+        assert only in (None, device.capability)
+
+
+@given(problems(), devices, st.sampled_from(FAMILIES))
+def test_a_family_that_is_asked_for_is_used_or_refused(problem, device, family):
+    try:
+        made = plan(problem, device, families=(family,))
+    except Unsupported as error:
+        text = str(error)
+        assert f"{family}: " in text or "a grid holds" in text
+        assert str(problem) in text, "the message carries the whole call"
+        assert "\n" not in text
+    else:
+        assert made.family == family
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_what_half_precision_needs_is_said(dtype):
+    with pytest.raises(Unsupported, match=r"compute capability 7\.5.*need compute capability 8\.0") as caught:
+        plan(example(dtype=dtype), KNOWN["T4"])
+    assert isinstance(caught.value, NotImplementedError)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", KNOWN)
+def test_full_precision_runs_on_any_gpu(name, dtype, backward):
+    for head_dim in (1, 64, 128, 192, MAX_HEAD_DIM):
+        made = plan(example(dtype=dtype, backward=backward, head_dim=head_dim), KNOWN[name])
+        assert made.family == "simt", "float32 means float32: no tensor cores"
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("name", [name for name, device in KNOWN.items() if device.capability >= (8, 0)])
+def test_half_precision_runs_on_tensor_cores_from_ampere_on(name, backward):
+    for head_dim in (1, 64, 96, 128, 192, MAX_HEAD_DIM):
+        made = plan(example(backward=backward, head_dim=head_dim), KNOWN[name])
+        assert made.family in ("sm80", "sm90")
+        assert made.launches
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_why_not_a_faster_family_is_noted(backward):
+    made = plan(example(backward=backward, narrow=("q",)), KNOWN["H200"])
+    if made.family != FAMILIES[0]:
+        assert any(note.startswith(f"{FAMILIES[0]}: ") for note in made.notes)
+    assert any(note.startswith("q: element-wise") for note in made.notes)
+
+
+@given(problems(backward=True), devices)
+def test_only_a_deterministic_backward_waits_its_turn(problem, device):
+    made = planned(problem, device)
+    if made is None:
+        return
+    waits = any(piece.name == "semaphore" for piece in made.workspace)
+    assert not waits or problem.deterministic
+    assert waits == any(constants(launch).get("DETERMINISTIC", False) for launch in made.launches)
+
+
+@pytest.mark.parametrize("name", KERNEL_NAMES)
+def test_tile_rows_are_well_formed(name):
+    kernel = KERNELS[name]
+    assert set(kernel.dtypes) <= {"float16", "bfloat16", "float32", "float64"}
+    assert name in params.TABLES
+    for row in kernel.rows:
+        assert row.head_dim % kernel.pad == 0
+        assert row.threads % 32 == 0 and row.min_ctas >= 1 and row.stages >= 1
+        assert row.threads * row.min_ctas <= 2048, "what a multiprocessor holds"
+        assert len(row.why) > 10, "a row says why it is so"
+    assert max(row.head_dim for row in kernel.rows) == MAX_HEAD_DIM
+
+
+@pytest.mark.parametrize("name", [n for n in KERNEL_NAMES if n.startswith(("fwd", "bwd_s"))])
+def test_every_kernel_has_a_row_for_every_head_dim_and_dtype_somewhere(name):
+    kernel = KERNELS[name]
+    family = name.rpartition("_")[2]
+    able = [d for d in KNOWN.values()
+            if kernel.only_capability in (None, d.capability) and d.capability >= kernel.min_capability]  # fmt: skip
+    for dtype in kernel.dtypes:
+        for head_dim in range(1, MAX_HEAD_DIM + 1) if family != "sm90" else range(8, MAX_HEAD_DIM + 1, 8):
+            for causal in (False, True):
+                problem = example(dtype=dtype, backward=name.startswith("bwd"), head_dim=head_dim, causal=causal)
+                for device in able:
+                    assert plan(problem, device, families=(family,)).launches

@@ -1,0 +1,118 @@
+"""Hypothesis strategies for valid calls, as the planner sees them."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from pyflash import problem
+from pyflash.device import KNOWN, Device
+from pyflash.problem import Tensor, contiguous
+
+devices = st.sampled_from(sorted(KNOWN.values(), key=lambda device: device.name))
+
+lengths = st.one_of(st.sampled_from([0, 1, 63, 64, 65, 127, 128, 129, 319, 131072]), st.integers(0, 5000))
+batches = st.one_of(st.integers(1, 4), st.sampled_from([0, 300, 8300, 65536]))
+head_dims = st.one_of(st.sampled_from([8, 16, 32, 64, 80, 96, 128, 192, 256]), st.integers(1, 256))
+dtypes = st.sampled_from(sorted(problem.DTYPES))
+
+
+@st.composite
+def tensors(draw, shape: tuple[int, ...], dtype: str, *, output: bool = False) -> Tensor:
+    """An array of a shape: contiguous, a transposed view, a slice of something larger, misaligned or broadcast."""
+    layout = draw(st.sampled_from(["contiguous", "transposed", "sliced", "misaligned"] + ["broadcast"] * (not output)))
+    if layout == "transposed":  # (batch, heads, seqlen, head_dim) in memory
+        batch, seqlen, heads, dim = shape
+        return Tensor(shape, (heads * seqlen * dim, dim, seqlen * dim, 1), dtype)
+    if layout == "sliced":  # the first of `shape[2]` heads of a packed array, the first columns of a wider one
+        wider = (*shape[:2], shape[2] + draw(st.integers(0, 3)), shape[3] + draw(st.sampled_from([0, 1, 8, 16])))
+        return Tensor(shape, contiguous(wider, dtype).strides, dtype)
+    if layout == "misaligned":
+        return contiguous(shape, dtype)._replace(alignment=problem.DTYPES[dtype].itemsize)
+    if layout == "broadcast":
+        keep = draw(st.tuples(*[st.booleans()] * 4))
+        return Tensor(shape, tuple(s * k for s, k in zip(contiguous(shape, dtype).strides, keep, strict=True)), dtype)
+    return contiguous(shape, dtype)
+
+
+@st.composite
+def problems(draw, backward: bool | None = None, dtype: str | None = None) -> problem.Problem:
+    """Any valid call."""
+    backward = draw(st.booleans()) if backward is None else backward
+    dtype = dtype or draw(dtypes)
+    batch, seqlen_q, seqlen_k = draw(batches), draw(lengths), draw(lengths)
+    heads_kv, group = draw(st.integers(1, 5)), draw(st.integers(1, 8))
+    head_dim = draw(head_dims)
+    head_dim_v = draw(st.one_of(st.just(head_dim), head_dims))
+    out_shape = (batch, seqlen_q, heads_kv * group, head_dim_v)
+    rows = (batch, heads_kv * group, seqlen_q)
+    real = problem.REAL_DTYPES[problem.DTYPES[dtype].real]
+    given = {
+        "q": draw(tensors((batch, seqlen_q, heads_kv * group, head_dim), dtype)),
+        "k": draw(tensors((batch, seqlen_k, heads_kv, head_dim), dtype)),
+        "v": draw(tensors((batch, seqlen_k, heads_kv, head_dim_v), dtype)),
+    }
+    if backward:
+        given["dout"] = draw(tensors(out_shape, dtype))
+        given["o"] = draw(tensors(out_shape, dtype))
+        given["lse"] = contiguous(rows, real)
+        if draw(st.booleans()):
+            given["dlse"] = contiguous(rows, real)
+    elif draw(st.booleans()):
+        given["o"] = draw(tensors(out_shape, dtype, output=True))
+    return problem.make(
+        given,
+        backward=backward,
+        softmax_scale=draw(st.sampled_from([None, 0.3, 0.0, -2.0])),
+        deterministic=backward and draw(st.booleans()),
+        wants_lse=not backward and draw(st.booleans()),
+        options={"causal": draw(st.booleans())},
+    )
+
+
+def example(
+    *,
+    backward: bool = False,
+    dtype: str = "bfloat16",
+    batch: int = 2,
+    seqlen_q: int = 1024,
+    seqlen_k: int | None = None,
+    heads: int = 4,
+    heads_kv: int | None = None,
+    head_dim: int = 128,
+    head_dim_v: int | None = None,
+    narrow: tuple[str, ...] = (),
+    softmax_scale: float | None = None,
+    deterministic: bool = False,
+    wants_lse: bool = True,
+    dlse: bool = False,
+    **options: object,
+) -> problem.Problem:
+    """One valid call with contiguous arrays, those in `narrow` misaligned."""
+    seqlen_k, heads_kv, head_dim_v = seqlen_k or seqlen_q, heads_kv or heads, head_dim_v or head_dim
+    real = problem.REAL_DTYPES[problem.DTYPES[dtype].real]
+    shapes = {
+        "q": (batch, seqlen_q, heads, head_dim),
+        "k": (batch, seqlen_k, heads_kv, head_dim),
+        "v": (batch, seqlen_k, heads_kv, head_dim_v),
+    }
+    if backward:
+        shapes |= dict.fromkeys(("dout", "o"), (batch, seqlen_q, heads, head_dim_v))
+    given = {name: contiguous(shape, dtype) for name, shape in shapes.items()}
+    for name in narrow:
+        given[name] = given[name]._replace(alignment=problem.DTYPES[dtype].itemsize)
+    if backward:
+        given["lse"] = contiguous((batch, heads, seqlen_q), real)
+        if dlse:
+            given["dlse"] = given["lse"]
+    return problem.make(
+        given,
+        backward=backward,
+        softmax_scale=softmax_scale,
+        deterministic=deterministic,
+        wants_lse=wants_lse and not backward,
+        options=options,
+    )
+
+
+def device_of(capability: tuple[int, int]) -> Device:
+    return next(device for device in KNOWN.values() if device.capability == capability)
