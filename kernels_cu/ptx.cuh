@@ -103,6 +103,28 @@ __device__ __forceinline__ void red_add_v4(float* dst, const float (&x)[4]) {
 #endif
 }
 
+// ---- Barriers and flags ---------------------------------------------------------------------------------------------
+
+// 9.7.13.1 bar.sync, bar.arrive: barrier `id` (0 is __syncthreads, 15 the last) opens when `threads` threads (whole
+// warps) have synced on it or arrived at it.
+__device__ __forceinline__ void named_barrier_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" :: "r"(id), "r"(threads) : "memory");
+}
+
+// 9.7.9.8 ld.acquire, 9.7.13.9 red.release: a flag in global memory. Who acquires a value sees everything that happened
+// before it was released.
+__device__ __forceinline__ int ld_acquire(const int* flag) {
+  int x;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(flag) : "memory");
+  return x;
+}
+__device__ __forceinline__ void red_release_add(int* flag, int x) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" :: "l"(flag), "r"(x) : "memory");
+}
+
 // ---- sm_80: asynchronous copies -------------------------------------------------------------------------------------
 
 // 9.7.9.25.3.1 cp.async: BYTES (4, 8 or 16, both sides aligned to it) from global to shared memory, or zeros where not

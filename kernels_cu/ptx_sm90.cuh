@@ -45,15 +45,6 @@ __device__ __forceinline__ void mbarrier_wait(u64* barrier, u32 parity) {
   while (!mbarrier_try_wait(barrier, parity)) {}
 }
 
-// ---- named barriers -------------------------------------------------------------------------------------------------
-// bar.sync, bar.arrive: barrier `id` (0 is __syncthreads) opens when `threads` threads have synced on or arrived at it.
-__device__ __forceinline__ void named_barrier_sync(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" :: "r"(id), "r"(threads) : "memory");
-}
-
 // ---- asynchronous copies (TMA) --------------------------------------------------------------------------------------
 // fence.proxy.async: this thread's ordinary accesses to shared memory come before later TMA and wgmma accesses to it.
 // Writers fence, then synchronise with the thread that starts the asynchronous access.
