@@ -4,6 +4,8 @@ from . import reference
 from .api import flash_attention, flash_attention_backward
 from .errors import CompileError, LaunchError, Unsupported
 
+__version__ = "0.1.0"
+
 __all__ = [
     "CompileError",
     "LaunchError",

@@ -1,4 +1,4 @@
-"""Tiers: each folder of tests needs something of the machine. What a machine lacks is skipped, and the report says so."""
+"""Tiers: each folder of tests needs something of the machine. What it lacks is skipped, and the report says so."""
 
 from __future__ import annotations
 

@@ -42,7 +42,11 @@ def test_layout_equals_that_of_ctypes(kernel, real):
 @pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler (g++) on the path")
 def test_layout_equals_that_of_the_compiler(tmp_path):
     """All tables in one program: it prints each struct's size and offsets, and its own static_asserts hold."""
-    parts = ["#include <cstddef>", "#include <cstdio>", "struct alignas(64) TensorMap { unsigned long long words[16]; };"]
+    parts = [
+        "#include <cstddef>",
+        "#include <cstdio>",
+        "struct alignas(64) TensorMap { unsigned long long words[16]; };",
+    ]
     prints = []
     for number, (kernel, real) in enumerate(TABLES):
         space = f"table_{number}"

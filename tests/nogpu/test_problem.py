@@ -73,19 +73,26 @@ BAD = [
     ("head_dim_v 300", call(v=contiguous((B, SK, HK, 300), HALF)), 0, ValueError, "v", "head_dim 300", "1 to 256"),
     ("no query head", call(q=contiguous((B, SQ, 0, D), HALF)), 0, ValueError, "q", "0 heads", "at least 1"),
     ("no key head", call(k=contiguous((B, SK, 0, D), HALF)), 0, ValueError, "k", "0 heads", "at least 1"),
-    ("heads not divisible", call(q=contiguous((B, SQ, 7, D), HALF)), 0, ValueError, "q", "7 heads", "multiple of k's 3"),
+    ("heads not divisible", call(q=contiguous((B, SQ, 7, D), HALF)), 0, ValueError, "q", "7 heads",
+     "multiple of k's 3"),
     ("more key heads", call(q=contiguous((B, SQ, 1, D), HALF)), 0, ValueError, "q", "1 heads", "multiple of k's 3"),
-    ("batch of k", call(k=contiguous((1, SK, HK, D), HALF)), 0, ValueError, "k", f"shape (1, {SK}", "batch and head_dim"),
+    ("batch of k", call(k=contiguous((1, SK, HK, D), HALF)), 0, ValueError, "k", f"shape (1, {SK}",
+     "batch and head_dim"),
     ("head_dim of k", call(k=contiguous((B, SK, HK, 8), HALF)), 0, ValueError, "k", "3, 8)", "batch and head_dim as q"),
     ("batch of v", call(v=contiguous((3, SK, HK, DV), HALF)), 0, ValueError, "v", "shape (3,", "batch as q"),
-    ("length of v", call(v=contiguous((B, SK + 1, HK, DV), HALF)), 0, ValueError, "v", "(2, 8", "seqlen and heads as k"),
+    ("length of v", call(v=contiguous((B, SK + 1, HK, DV), HALF)), 0, ValueError, "v", "(2, 8",
+     "seqlen and heads as k"),
     ("heads of v", call(v=contiguous((B, SK, HQ, DV), HALF)), 0, ValueError, "v", "(2, 7, 6", "seqlen and heads as k"),
-    ("a size past 2^31", call(q=Tensor((B, 2**31, HQ, D), (0, 0, 0, 1), HALF)), 0, ValueError, "q", "2147483648", "up to"),
-    ("out's shape", call(o=contiguous((B, SQ, HQ, D), HALF)), 0, ValueError, "out", "shape (2, 5, 6, 16)", "(2, 5, 6, 24)"),
+    ("a size past 2^31", call(q=Tensor((B, 2**31, HQ, D), (0, 0, 0, 1), HALF)), 0, ValueError, "q",
+     "2147483648", "up to"),
+    ("out's shape", call(o=contiguous((B, SQ, HQ, D), HALF)), 0, ValueError, "out", "shape (2, 5, 6, 16)",
+     "(2, 5, 6, 24)"),
     ("out's rank", call(o=contiguous((B, SQ, HQ), HALF)), 0, ValueError, "out", "3 dimensions", "4: "),
     ("out's dtype", call(o=contiguous((B, SQ, HQ, DV), "float32")), 0, TypeError, "out", "float32", "float16, as q"),
-    ("out overlapping", call(o=Tensor((B, SQ, HQ, DV), (0, 1, 1, 0), HALF)), 0, ValueError, "out", "strides", "overlap"),
-    ("dout's shape", call(backward=True, dout=contiguous((B, SK, HQ, DV), HALF)), 1, ValueError, "dout", "(2, 7", "(2, 5"),
+    ("out overlapping", call(o=Tensor((B, SQ, HQ, DV), (0, 1, 1, 0), HALF)), 0, ValueError, "out", "strides",
+     "overlap"),
+    ("dout's shape", call(backward=True, dout=contiguous((B, SK, HQ, DV), HALF)), 1, ValueError, "dout",
+     "(2, 7", "(2, 5"),
     ("dout's dtype", call(backward=True, dout=contiguous((B, SQ, HQ, DV), "float32")), 1, TypeError, "dout", "float32",
      "float16, as q"),
     ("out of another call", call(backward=True, o=contiguous((B, SQ + 1, HQ, DV), HALF)), 1, ValueError, "out", "(2, 6",
@@ -94,7 +101,8 @@ BAD = [
      "(2, 6, 7)", "(2, 6, 5)"),
     ("lse transposed", call(backward=True, lse=contiguous((B, SQ, HQ), "float32")), 1, ValueError, "lse", "(2, 5, 6)",
      "(2, 6, 5): (batch, heads_q, seqlen_q)"),
-    ("lse's rank", call(backward=True, lse=contiguous((B, SQ), "float32")), 1, ValueError, "lse", "2 dimensions", "3: "),
+    ("lse's rank", call(backward=True, lse=contiguous((B, SQ), "float32")), 1, ValueError, "lse",
+     "2 dimensions", "3: "),
     ("lse in half", call(backward=True, lse=contiguous((B, HQ, SQ), HALF)), 1, TypeError, "lse", "float16", "float32"),
     ("lse in float for double", call(backward=True, dtype="float64", lse=contiguous((B, HQ, SQ), "float32")), 1,
      TypeError, "lse", "float32", "float64"),
@@ -105,7 +113,9 @@ BAD = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("tensors, backward, error, argument, got, takes", [b[1:] for b in BAD], ids=[b[0] for b in BAD])
+@pytest.mark.parametrize(
+    "tensors, backward, error, argument, got, takes", [b[1:] for b in BAD], ids=[b[0] for b in BAD]
+)
 def test_bad_arrays(tensors, backward, error, argument, got, takes):
     with pytest.raises(error) as caught:
         make(tensors, bool(backward))
@@ -154,9 +164,7 @@ def test_a_numpy_flag_is_a_flag():
 def test_wide_means_every_row_starts_and_ends_on_16_bytes(shape, strides, itemsize, alignment):
     dtype, size = itemsize
     tensor = Tensor(shape, strides, dtype, alignment)
-    starts = [
-        sum(i * s for i, s in zip(index, strides[:3], strict=True)) * size for index in np.ndindex(*shape[:3])
-    ]
+    starts = [sum(i * s for i, s in zip(index, strides[:3], strict=True)) * size for index in np.ndindex(*shape[:3])]
     row = shape[3] * size
     expected = (
         alignment == 16 and (strides[3] == 1 or shape[3] == 1) and row % 16 == 0 and not any(x % 16 for x in starts)
@@ -180,7 +188,11 @@ def test_transposed_views_do_not_overlap(order, shape):
 
 
 def test_a_size_of_zero_is_valid():
-    for shape_q, shape_k in (((0, 5, 6, 16), (0, 7, 3, 16)), ((2, 0, 6, 16), (2, 7, 3, 16)), ((2, 5, 6, 16), (2, 0, 3, 16))):
+    for shape_q, shape_k in (
+        ((0, 5, 6, 16), (0, 7, 3, 16)),
+        ((2, 0, 6, 16), (2, 7, 3, 16)),
+        ((2, 5, 6, 16), (2, 0, 3, 16)),
+    ):
         q, k = contiguous(shape_q, HALF), contiguous(shape_k, HALF)
         made = make({"q": q, "k": k, "v": k})
         assert (made.batch, made.seqlen_q, made.seqlen_k) == (*shape_q[:2], shape_k[1])

@@ -73,8 +73,8 @@ def test_sizes_are_arguments_and_never_compiled_in(dtype, backward):
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize(
     "change",
-    [{"dtype": "float16"}, {"causal": True}, {"head_dim": 64}, {"head_dim_v": 64}, {"head_dim": 120}, {"narrow": ("q",)},
-     {"narrow": ("k",)}, {"narrow": ("v",)}, {"softmax_scale": 0.0}, {"softmax_scale": -1.0}],
+    [{"dtype": "float16"}, {"causal": True}, {"head_dim": 64}, {"head_dim_v": 64}, {"head_dim": 120},
+     {"narrow": ("q",)}, {"narrow": ("k",)}, {"narrow": ("v",)}, {"softmax_scale": 0.0}, {"softmax_scale": -1.0}],
     ids=str,
 )  # fmt: skip
 def test_what_a_kernel_is_built_for_is_in_its_text(change, backward):

@@ -1,0 +1,200 @@
+"""What PyFlash finds on this machine, a smoke test, and what mends what is missing."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import platform
+from importlib import metadata
+
+import numpy as np
+
+from .. import __version__, api, compile, debug, reference, source
+from ..device import present
+from ..errors import CompileError, Unsupported
+from ..tiles import FAMILIES
+
+
+class _Report:
+    """Prints a line for each finding, and remembers whether something is broken."""
+
+    def __init__(self):
+        self.broken = False
+
+    def good(self, subject: str, text: str) -> None:
+        print(f"  ok       {subject:11} {text}")
+
+    def absent(self, subject: str, text: str, remedy: str = "") -> None:
+        """Not there, and not needed for what does work."""
+        print(f"  absent   {subject:11} {text}")
+        self._remedy(remedy)
+
+    def bad(self, subject: str, text: str, remedy: str = "") -> None:
+        self.broken = True
+        print(f"  BROKEN   {subject:11} {text}")
+        self._remedy(remedy)
+
+    def _remedy(self, remedy: str) -> None:
+        if remedy:
+            print(f"           {'':11} -> {remedy}")
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.description += " The exit code is 1 if something is broken; a machine without a GPU is not."
+
+
+def run(args: argparse.Namespace) -> int:
+    report = _Report()
+    report.good("Python", f"{platform.python_version()} on {platform.platform(terse=True)}")
+    report.good("pyflash", f"{__version__} in {source.kernels_folder().parent}; NumPy {np.__version__}")
+    cuda = _driver(report)
+    gpus = _cupy(report, cuda)
+    if _nvrtc(report, required=bool(gpus)):
+        _archs(report, gpus)
+    _libraries(report)
+    _cache(report)
+    _smoke(report, "NumPy", lambda a: a, ("numpy",), ("float32",))
+    for gpu in gpus if not report.broken else []:
+        _smoke_gpu(report, gpu)
+    print(
+        "\nsomething is broken"
+        if report.broken
+        else f"\n{'the GPU works' if gpus else 'works on the CPU, through NumPy'}"
+    )
+    return int(report.broken)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _driver(report: _Report) -> int | None:
+    """The newest CUDA that the driver serves, as 13000; None without driver or GPU. Asked of the driver itself."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        report.absent("driver", "no NVIDIA driver: NumPy and other CPU arrays work, GPU arrays cannot exist here",
+                      "for a GPU, install NVIDIA's driver (R525 or later)")  # fmt: skip
+        return None
+    version, count = ctypes.c_int(), ctypes.c_int()
+    status = driver.cuInit(0) or driver.cuDriverGetVersion(ctypes.byref(version))
+    status = status or driver.cuDeviceGetCount(ctypes.byref(count))
+    if status or not count.value:
+        report.absent("driver", f"a driver, but no GPU that it can use (CUDA error {status})")
+        return None
+    report.good("driver", f"CUDA {version.value // 1000}.{version.value % 1000 // 10}, {count.value} GPU(s)")
+    if version.value < 12000:
+        report.bad("driver", "too old for CUDA 12", "update NVIDIA's driver (R525 or later)")
+    return version.value
+
+
+def _extra(cuda: int | None) -> str:
+    return f"pip install 'pyflash[cuda{12 if cuda is not None and cuda < 13000 else 13}]'"
+
+
+def _cupy(report: _Report, cuda: int | None) -> list[int]:
+    """The GPUs that CuPy can use."""
+    say = report.absent if cuda is None else report.bad
+    try:
+        import cupy
+    except ImportError as error:
+        say("CuPy", f"cannot be imported ({error})", _extra(cuda))
+        return []
+    report.good("CuPy", cupy.__version__)
+    if cuda is None:
+        return []
+    try:
+        gpus = list(range(cupy.cuda.runtime.getDeviceCount()))
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        report.bad("GPU", f"CuPy cannot use it: {error}", f"a CuPy for the driver's CUDA: {_extra(cuda)}")
+        return []
+    for gpu in gpus:
+        facts = present(gpu)
+        report.good(f"GPU {gpu}", "{}, compute capability {}.{}, {:.0f} GB".format(
+            facts.name, *facts.capability, facts.memory_bytes / 1e9))  # fmt: skip
+    return gpus
+
+
+def _nvrtc(report: _Report, required: bool) -> bool:
+    try:
+        version = compile.nvrtc_version()
+    except CompileError as error:
+        (report.bad if required else report.absent)("NVRTC", str(error.__cause__ or error), _extra(None))
+        return False
+    report.good(
+        "NVRTC", "{}.{}, compiles for sm_{}".format(*version, ", sm_".join(map(str, compile.supported_archs())))
+    )
+    return True
+
+
+def _archs(report: _Report, gpus: list[int]) -> None:
+    for gpu in gpus:
+        if present(gpu).arch not in compile.supported_archs():
+            report.bad("NVRTC", f"does not know GPU {gpu}'s sm_{present(gpu).arch}",
+                       f"pip install --upgrade nvidia-cuda-nvrtc, or {_extra(None)}")  # fmt: skip
+
+
+def _libraries(report: _Report) -> None:
+    bfloat16 = "bfloat16 in CuPy and NumPy arrays"
+    if _version("ml_dtypes"):
+        report.good("ml_dtypes", f"{_version('ml_dtypes')}, for {bfloat16}")
+    else:
+        report.absent("ml_dtypes", f"without it no {bfloat16}; torch and JAX arrays need none", "pip install ml_dtypes")
+    for library in ("torch", "jax"):
+        if version := _version(library):
+            report.good(library, f"{version}; its arrays are taken as they are")
+        else:
+            report.absent(library, "not installed; optional")
+
+
+def _cache(report: _Report) -> None:
+    folder = compile.cache_folder()
+    kernels = list(folder.glob("*.cubin")) if folder.is_dir() else []
+    used = f"{len(kernels)} compiled kernels, {sum(k.stat().st_size for k in kernels) / 1e6:.1f} MB"
+    parent = next(p for p in (folder, *folder.parents) if p.exists())
+    if os.access(parent, os.W_OK) and parent.is_dir():
+        report.good("cache", f"{folder}: {used}")
+    else:
+        report.bad("cache", f"{folder} cannot be written: kernels are compiled anew in each process",
+                   "set XDG_CACHE_HOME to a folder that can")  # fmt: skip
+
+
+def _smoke_gpu(report: _Report, gpu: int) -> None:
+    import cupy
+
+    with cupy.cuda.Device(gpu):
+        for family in FAMILIES:
+            dtypes = ("float32", "float64") if family == "simt" else ("float16",)
+            try:
+                with debug.families(family):
+                    _smoke(report, f"GPU {gpu}", cupy.asarray, (family,), dtypes, cupy.asnumpy)
+            except Unsupported as error:
+                report.absent(f"GPU {gpu}", f"{family}: {error}")
+
+
+def _smoke(report: _Report, subject: str, put, what: tuple[str, ...], dtypes: tuple[str, ...], get=lambda a: a) -> None:
+    """Forward and backward of a small problem against the reference."""
+    rng = np.random.default_rng(0)
+    for dtype in dtypes:
+        q, k, v, dout = (
+            rng.standard_normal((1, length, heads, 64)).astype(dtype)
+            for length, heads in ((70, 4), (150, 2), (150, 2), (70, 4))
+        )
+        arrays = [put(a) for a in (q, k, v)]
+        out, lse = api.flash_attention(*arrays, causal=True, return_lse=True)
+        gradients = api.flash_attention_backward(put(dout), *arrays, out, lse, causal=True)
+        expected = (
+            reference.attention(q, k, v, causal=True)[0],
+            *reference.attention_backward(dout, q, k, v, causal=True),
+        )
+        errors = [
+            np.abs(get(a).astype(np.float64) - b).max() / np.abs(b).max()
+            for a, b in zip((out, *gradients), expected, strict=True)
+        ]
+        text = f"{' '.join(what)} {dtype}: forward and backward within {max(errors):.1e} of the reference"
+        bound = {"float16": 4e-3, "float32": 1e-5, "float64": 1e-12}[dtype]
+        (report.good if max(errors) <= bound else report.bad)(subject, text)

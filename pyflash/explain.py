@@ -1,0 +1,176 @@
+"""A plan in words and numbers: what runs and why, and what the hardware could do at best."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from .device import Device
+from .plan import Launch, Plan
+from .plan import plan as make_plan
+from .problem import DTYPES, Problem
+from .tiles import FAMILIES, KERNELS, Row
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Figures of one call. `str()` is the report; where there is no GPU, `device` and `plan` are None."""
+
+    problem: Problem
+    device: Device | None
+    plan: Plan | None
+    visible_pairs: int  # (query, key) pairs that the mask leaves, of all heads and batches
+    flops: int  # of the matrix products on the visible pairs
+    least_bytes: int  # every array moved once
+    score_bytes: int  # the (seqlen_q, seqlen_k) matrices that ordinary attention keeps in memory
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs a byte moved, at best."""
+        return self.flops / self.least_bytes if self.least_bytes else 0.0
+
+    @property
+    def peak_flops(self) -> float | None:
+        """FLOP/s of the units that the plan uses, where the data sheet's figure is known."""
+        half = self.problem.dtype.itemsize == 2
+        return self.device.half_flops or None if self.device and half else None
+
+    @property
+    def compute_seconds(self) -> float | None:
+        return self.flops / self.peak_flops if self.peak_flops else None
+
+    @property
+    def memory_seconds(self) -> float | None:
+        return self.least_bytes / self.device.bandwidth if self.device and self.device.bandwidth else None
+
+    @property
+    def roofline_seconds(self) -> float | None:
+        """The time below which no kernel can go."""
+        times = [t for t in (self.compute_seconds, self.memory_seconds) if t is not None]
+        return max(times) if times else None
+
+    def __str__(self) -> str:
+        return "\n".join(f"{label:13}{text}".rstrip() for label, text in _report(self))
+
+
+def explain(problem: Problem, device: Device | None, families: tuple[str, ...] = FAMILIES) -> Explanation:
+    """Explain a call on a GPU, or on NumPy if `device` is None."""
+    tensors = [t for name, t in problem.tensors]
+    pairs = _visible_pairs(problem) * problem.batch * problem.num_heads_q
+    d, dv = problem.head_dim, problem.head_dim_v
+    # Forward: q k^T and p v. Backward: q k^T again, dout v^T, p^T dout, ds k, ds^T q.
+    per_pair = 2 * (3 * d + 2 * dv) if problem.backward else 2 * (d + dv)
+    return Explanation(
+        problem=problem,
+        device=device,
+        plan=make_plan(problem, device, families) if device else None,
+        visible_pairs=pairs,
+        flops=pairs * per_pair,
+        least_bytes=sum(math.prod(t.shape) * DTYPES[t.dtype].itemsize for t in tensors),
+        score_bytes=problem.batch * problem.num_heads_q * problem.seqlen_q * problem.seqlen_k * problem.dtype.itemsize,
+    )
+
+
+def _visible_pairs(problem: Problem) -> int:
+    """(query, key) pairs of one head that the mask leaves."""
+    if not problem.option("causal"):
+        return problem.seqlen_q * problem.seqlen_k
+    # Query i sees i + 1 + seqlen_k - seqlen_q keys, if that is more than none.
+    first, last = max(problem.seqlen_k - problem.seqlen_q + 1, 1), problem.seqlen_k
+    return (first + last) * (last - first + 1) // 2
+
+
+def tile_row(launch: Launch) -> Row:
+    """The row of tiles.py that a launch was built from."""
+    cfg = dict(launch.config)
+    fields = ("TILE_M", "TILE_N", "NUM_THREADS", "STAGES", "MIN_CTAS")
+    return next(
+        row
+        for row in KERNELS[launch.kernel].rows
+        if tuple(cfg[f] for f in fields) == (row.tile_m, row.tile_n, row.threads, row.stages, row.min_ctas)
+        and max(cfg["TILE_D"], cfg["TILE_DV"]) <= row.head_dim
+        and row.causal in (None, cfg["CAUSAL"])
+        and all(cfg[name] == value for name, value in row.knobs)
+    )
+
+
+def waves(launch: Launch, device: Device) -> float:
+    """How many times the launch fills the GPU."""
+    return launch.grid / (tile_row(launch).min_ctas * device.sm_count)
+
+
+def figure(value: float) -> str:
+    """Three digits, without an exponent."""
+    return f"{value:.3g}" if value < 999.5 else f"{value:.0f}"
+
+
+def amount(value: float, unit: str) -> str:
+    """A number with a decimal prefix: 1.34e8 B -> 134 MB."""
+    for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{figure(value / size)} {prefix}{unit}"
+    return f"{figure(value)} {unit}"
+
+
+def duration(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{figure(seconds / size)} {unit}"
+    return f"{figure(seconds / 1e-6)} us"
+
+
+def _report(x: Explanation) -> list[tuple[str, str]]:
+    problem = x.problem
+    all_pairs = problem.batch * problem.num_heads_q * problem.seqlen_q * problem.seqlen_k
+    masked = x.visible_pairs < all_pairs
+    share = f", for the {x.visible_pairs / all_pairs:.0%} of the scores that are visible" if masked else ""
+    where = _gpu_lines(x.device, x.plan) if x.plan else [("where", "NumPy on the CPU: tiles, an online softmax, BLAS")]
+    lines = [
+        ("backward" if problem.backward else "forward", str(problem)),
+        *where,
+        ("work", f"{amount(x.flops, 'FLOP')} in matrix products{share}"),
+        ("traffic", f"at least {amount(x.least_bytes, 'B')}: each array once"),
+        ("  saved", f"the {amount(x.score_bytes, 'B')} score matrix that ordinary attention writes and reads"),
+    ]
+    if x.plan:
+        lines += [("workspace", amount(x.plan.workspace_bytes, "B")), *_roofline_lines(x)]
+    return lines
+
+
+def _gpu_lines(gpu: Device, plan: Plan) -> list[tuple[str, str]]:
+    capability = "compute capability {}.{}".format(*gpu.capability)
+    smem = f"{gpu.smem_bytes // 1024} KB of shared memory a CTA"
+    lines = [
+        ("GPU", f"{gpu.name}: {capability}, {gpu.sm_count} multiprocessors, {smem}"),
+        ("family", plan.family),
+        *(("  note", note) for note in plan.notes),
+    ]
+    for launch in plan.launches:
+        row, cfg = tile_row(launch), dict(launch.config)
+        tile = f"tiles of {row.tile_m} queries x {row.tile_n} keys"
+        padded = f"head_dim padded to {cfg['TILE_D']}/{cfg['TILE_DV']}"
+        cta = f"{launch.block} threads, {row.stages} in the pipeline, {launch.smem_bytes} B of shared memory"
+        full = f"{waves(launch, gpu):.2f} waves at {row.min_ctas} a multiprocessor"
+        lines += [
+            ("kernel", f"{launch.kernel}: {tile}, {padded}"),
+            ("  why", row.why),
+            ("  CTAs", f"{launch.grid} of {cta}; {full}"),
+        ]
+    return lines if plan.launches else [*lines, ("kernel", "none: there is nothing to compute")]
+
+
+def _roofline_lines(x: Explanation) -> list[tuple[str, str]]:
+    intensity = f"{figure(x.intensity)} FLOP/B at best"
+    if x.memory_seconds is None:
+        return [("intensity", intensity)]
+    traffic = f"{duration(x.memory_seconds)} of traffic at {amount(x.device.bandwidth, 'B/s')}"
+    if x.compute_seconds is None:
+        unknown = f"{x.problem.dtype.name} FLOP/s of this GPU are not in the table"
+        return [("intensity", intensity), ("roofline", f"{traffic}, by the data sheet; {unknown}")]
+    balance = x.peak_flops / x.device.bandwidth
+    bound = "arithmetic" if x.intensity >= balance else "memory"
+    work = f"{duration(x.compute_seconds)} of arithmetic at {amount(x.peak_flops, 'FLOP/s')}"
+    return [
+        ("intensity", f"{intensity}, where the GPU balances at {figure(balance)}: bound by {bound}"),
+        ("roofline", f"{duration(x.roofline_seconds)}: {work}, {traffic}, by the data sheet"),
+    ]
