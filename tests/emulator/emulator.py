@@ -1,0 +1,309 @@
+"""Runs CUDA programs on the CPU, looking for trouble: compiles a program's text with the host's C++ compiler behind the
+headers of `device/`, and executes it in `runtime/`, where each CUDA thread is a fiber and a seed decides what a GPU leaves
+open: who runs when, and how late or early asynchronous work happens. README.md tells what is found and what is not.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import ctypes
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+_HERE = Path(__file__).resolve().parent
+_DEVICE = _HERE / "device"
+_RUNTIME = _HERE / "runtime"
+_COMMON_FLAGS = ("-std=c++20", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off")
+_RUNTIME_FLAGS = (*_COMMON_FLAGS, "-O2")
+# The sanitizers' calls end in runtime/hooks.cpp: nothing is linked from the compiler's sanitizer libraries.
+_CHECKS = ("-fsanitize=thread,alignment,bounds", "-fno-sanitize-recover=alignment,bounds")
+_KERNEL_FLAGS = (*_COMMON_FLAGS, "-O1", "-g1", "-w", "-fno-exceptions", "-fno-rtti", *_CHECKS)
+_POISON = 0xFF
+
+
+class EmulatorError(Exception):
+    """What went wrong in an emulated kernel. `kind` is a short name: race, deadlock, out of bounds, ..."""
+
+    def __init__(self, kind: str, text: str):
+        super().__init__(f"{kind}: {text}")
+        self.kind = kind
+
+
+def compiler() -> str | None:
+    """The C++ compiler, or None."""
+    for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
+        if name and shutil.which(name):
+            return shutil.which(name)
+    return None
+
+
+def unavailable() -> str | None:
+    """Why programs cannot be emulated here, or None."""
+    if compiler() is None:
+        return "the emulator needs a C++ compiler (g++ 11 or later): neither $CXX, c++, g++ nor clang++ was found"
+    try:
+        _runtime()
+    except EmulatorError as error:
+        return f"the emulator does not build here: {error}"
+    return None
+
+
+# ---- building --------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _cache_folder() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME")
+    folder = (Path(root) if root else Path.home() / ".cache") / "pyflash-emulator"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+    except OSError:
+        pass
+    return Path(tempfile.mkdtemp(prefix="pyflash-emulator-"))
+
+
+@cache
+def _compiler_version() -> str:
+    return subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=True).stdout
+
+
+def _compile(arguments: Sequence[str], what: str) -> None:
+    done = subprocess.run([compiler(), *arguments], capture_output=True, text=True)
+    if done.returncode:
+        raise EmulatorError("does not compile", f"{what}:\n{done.stderr[:6000]}")
+
+
+def _cached(stem: str, parts: Sequence[str], make) -> Path:
+    """The cached library made of `parts`; `make(folder, target)` builds it. Safe for threads and processes."""
+    digest = hashlib.sha256("\0".join([*parts, _compiler_version()]).encode()).hexdigest()[:24]
+    target = _cache_folder() / f"{stem}-{digest}.so"
+    if not target.exists():
+        with tempfile.TemporaryDirectory(dir=_cache_folder()) as folder:
+            made = Path(folder) / target.name
+            make(Path(folder), made)
+            os.replace(made, target)
+    return target
+
+
+@cache
+def _sources(folder: Path) -> str:
+    return "\0".join(f"{path.name}\0{path.read_text()}" for path in sorted(folder.iterdir()) if path.is_file())
+
+
+@cache
+def _runtime() -> ctypes.CDLL:
+    def make(folder: Path, target: Path) -> None:
+        sources = sorted(_RUNTIME.glob("*.cpp"))
+        objects = [str(folder / f"{source.stem}.o") for source in sources]
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            jobs = [
+                pool.submit(_compile, [*_RUNTIME_FLAGS, "-c", str(source), "-o", made], source.name)
+                for source, made in zip(sources, objects, strict=True)
+            ]
+            for job in jobs:
+                job.result()
+        _compile(["-shared", "-o", str(target), *objects, "-ldl"], "the emulator's runtime")
+
+    path = _cached("runtime", [_sources(_RUNTIME), _sources(_DEVICE), *_RUNTIME_FLAGS], make)
+    library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)  # kernels find the runtime's functions through the loader
+    library.emu_allocate.restype = ctypes.c_void_p
+    library.emu_allocate.argtypes = [ctypes.c_char_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
+    library.emu_make_constant.argtypes = [ctypes.c_void_p]
+    library.emu_run.argtypes = [
+        ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint, ctypes.c_uint, ctypes.c_uint, ctypes.c_uint64,
+        ctypes.c_uint, ctypes.c_int, ctypes.c_int,
+    ]  # fmt: skip
+    library.emu_error_kind.restype = library.emu_error_text.restype = ctypes.c_char_p
+    return library
+
+
+_INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)".*$')
+_ALIGNED = r"(?:(?:__align__|alignas)\s*\(\s*(?P<alignment>\d+)\s*\)\s*)?"
+_DYNAMIC_SHARED = re.compile(rf"\bextern\s+__shared__\s+{_ALIGNED}(?P<type>[\w:\s]+?)\s+(?P<name>\w+)\s*\[\s*\]\s*;")
+_STATIC_SHARED = re.compile(
+    rf"(?:\bstatic\s+)?\b__shared__\s+{_ALIGNED}(?P<type>[\w:\s]+?)\s+(?P<name>\w+)\s*(?P<extent>(?:\[[^\]]*\]\s*)*);"
+)
+
+
+def _flatten(text: str, headers: Mapping[str, str], name: str, seen: set[str]) -> list[str]:
+    """The lines of a program with its headers in place, each once, the emulator's own rather than the GPU's."""
+    lines = [f'#line 1 "{name}"']
+    for number, line in enumerate(text.splitlines(), start=1):
+        include = _INCLUDE.match(line)
+        if not include:
+            lines.append(line)
+            continue
+        child = include[1]
+        if child not in seen:
+            seen.add(child)
+            own = _DEVICE / child
+            lines += [f'#include "{own}"'] if own.exists() else _flatten(headers[child], headers, child, seen)
+        lines.append(f'#line {number + 1} "{name}"')
+    return lines
+
+
+def _declare_shared(text: str) -> tuple[str, int]:
+    """Shared-memory declarations as the emulator's, and the alignment that dynamic shared memory asks for."""
+    alignments = [int(found["alignment"] or 16) for found in _DYNAMIC_SHARED.finditer(text)]
+    text = _DYNAMIC_SHARED.sub(r"\g<type>* const \g<name> = static_cast<\g<type>*>(emu::dynamic_shared());", text)
+    text = _STATIC_SHARED.sub(
+        lambda found: "{type} (&{name}){extent} = *static_cast<{type}(*){extent}>(emu::static_shared("
+        "__COUNTER__, sizeof({type}{extent}), {alignment}));".format(
+            **{**found.groupdict(), "alignment": found["alignment"] or f"alignof({found['type']})"}
+        ),
+        text,
+    )
+    return text, max(alignments, default=16)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A built kernel."""
+
+    name: str
+    path: Path
+    smem_alignment: int
+
+
+def build(text: str, kernel: str, headers: Mapping[str, str] | None = None) -> Kernel:
+    """Compile a program for the emulator. `headers` holds the texts of what it includes."""
+    if reason := unavailable():
+        raise EmulatorError("unavailable", reason)
+    lines = _flatten(text, headers or {}, f"{kernel}.generated.cu", set())
+    source, smem_alignment = _declare_shared("\n".join(lines))
+    source = f'#include "{_DEVICE / "cuda.h"}"\n{source}\nEMU_ENTRY({kernel})\n'
+
+    def make(folder: Path, target: Path) -> None:
+        (folder / "kernel.cpp").write_text(source)
+        _compile([*_KERNEL_FLAGS, "-c", str(folder / "kernel.cpp"), "-o", str(folder / "kernel.o")], kernel)
+        _compile(["-shared", "-o", str(target), str(folder / "kernel.o")], kernel)
+
+    return Kernel(kernel, _cached(kernel, [source, _sources(_DEVICE), *_KERNEL_FLAGS], make), smem_alignment)
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Emulated global memory that holds one array, as strided as the array it was made for."""
+
+    pointer: int  # of element (0, ..., 0)
+    array: np.ndarray
+    _bytes: np.ndarray
+
+    def check_gaps(self, name: str) -> None:
+        """Nothing but the array's own elements may have been written."""
+        untouched = np.ones(self._bytes.size, bool)
+        if self.array.size:
+            base = self._bytes.ctypes.data
+            shape, strides = (*self.array.shape, self.array.itemsize), (*self.array.strides, 1)
+            np.ndarray(shape, bool, untouched, self.pointer - base, strides)[...] = False
+        wrong = np.flatnonzero(self._bytes[untouched] != _POISON)
+        if wrong.size:
+            where = np.flatnonzero(untouched)[wrong[0]]
+            raise EmulatorError("out of bounds", f"byte {where} of {name}, which is no element of it, was written")
+
+
+class Memory:
+    """Emulated global memory: arrays between pages that fault. Freed at the end of the `with`, which runs may not outlive."""
+
+    _lock = threading.RLock()  # there is one emulated GPU
+
+    def __init__(self, seed: int = 0):
+        self._right = seed % 2 == 0
+
+    def __enter__(self) -> Memory:
+        self._lock.acquire()
+        return self
+
+    def __exit__(self, *_) -> None:
+        _runtime().emu_free_all()
+        self._lock.release()
+
+    def empty_like(self, name: str, array: np.ndarray) -> Buffer:
+        """Poison where `array` has elements, at the same distances and equally aligned."""
+        low, high = np.lib.array_utils.byte_bounds(array) if array.size else (array.ctypes.data,) * 2
+        nbytes, first = high - low, array.ctypes.data - low
+        base = _runtime().emu_allocate(name.encode(), nbytes, 16, low % 16, self._right)
+        raw = np.frombuffer((ctypes.c_ubyte * nbytes).from_address(base), np.uint8) if nbytes else np.empty(0, np.uint8)
+        view = np.ndarray(array.shape, array.dtype, raw, first, array.strides) if nbytes else np.empty_like(array)
+        return Buffer(base + first, view, raw)
+
+    def empty(self, name: str, shape: int | tuple[int, ...], dtype) -> Buffer:
+        return self.empty_like(name, np.empty(shape, dtype))
+
+    def constant(self, name: str, array: np.ndarray) -> Buffer:
+        """A copy of `array` that kernels may not write; what lies between its elements is poison."""
+        buffer = self.empty_like(name, array)
+        buffer.array[...] = array
+        _runtime().emu_make_constant(ctypes.c_void_p(buffer.pointer - (array.ctypes.data - self._low(array))))
+        return buffer
+
+    @staticmethod
+    def _low(array: np.ndarray) -> int:
+        return np.lib.array_utils.byte_bounds(array)[0] if array.size else array.ctypes.data
+
+
+# ---- running ---------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _entry(path: Path) -> int:
+    return ctypes.cast(ctypes.CDLL(str(path)).emu_entry, ctypes.c_void_p).value
+
+
+def _with_lines(text: str, path: Path) -> str:
+    """Replaces addresses in braces, which the runtime leaves, by source lines."""
+
+    def line(found: re.Match) -> str:
+        if shutil.which("addr2line"):
+            command = ["addr2line", "-i", "-e", str(path), found[1]]
+            places = subprocess.run(command, capture_output=True, text=True).stdout.split("\n")
+            named = [place.split(" ")[0] for place in places if place and "?" not in place and "device/" not in place]
+            if named:
+                return Path(named[0]).name
+        return f"address {found[1]} of {path.name}"
+
+    return re.sub(r"\{(0x[0-9a-f]+)\}", line, text)
+
+
+def run(
+    kernel: Kernel,
+    grid: int,
+    block: int,
+    smem_bytes: int = 0,
+    params: bytes = b"",
+    *,
+    seed: int = 0,
+    resident: int = 1,
+    shuffled: bool = False,
+    check_races: bool = True,
+) -> None:
+    """Launch. `params` holds the arguments as CUDA lays them out. `resident` CTAs are interleaved; they start in the
+    order of blockIdx unless `shuffled`. Raises EmulatorError for whatever a GPU would do wrong, hang on, or forgive."""
+    if block % 32:
+        raise ValueError(f"block is {block}: the emulator runs whole warps")
+    runtime = _runtime()
+    aligned = ctypes.create_string_buffer(len(params) + 64)
+    start = -ctypes.addressof(aligned) % 64  # tensor maps among the arguments must be aligned
+    aligned[start : start + len(params)] = bytes(params)
+    pointer = ctypes.cast(ctypes.addressof(aligned) + start, ctypes.c_char_p)
+    if runtime.emu_run(
+        _entry(kernel.path), pointer, grid, block, smem_bytes, kernel.smem_alignment, seed, resident, shuffled, check_races
+    ):
+        text = _with_lines(runtime.emu_error_text().decode(), kernel.path)
+        raise EmulatorError(runtime.emu_error_kind().decode(), f"{text} [{kernel.name}, seed {seed}]")

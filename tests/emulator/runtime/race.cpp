@@ -1,0 +1,223 @@
+// Unordered accesses to shared memory, found whatever order the threads happened to take: every two bytes remember who
+// wrote and read them last, and clocks that travel along barriers tell whether that is known to have happened before.
+//
+// Lanes of a warp are threads like any others: between them only __syncwarp orders. One thing is let pass: a lane that
+// overwrites what another lane of its warp has read, because instructions of the whole warp in between keep that order.
+#include <algorithm>
+
+#include "machine.h"
+
+namespace emu::race {
+namespace {
+
+constexpr unsigned GRANULE = 2, MBARRIERS = 64;
+
+struct Write {
+  uint32_t step = 0;  // 0: none
+  uint16_t member = 0;
+  bool generic = true;  // by a thread rather than the asynchronous proxy
+  Where where;
+};
+struct Read { uint32_t step = 0; uint16_t member = 0; };
+
+// The shared memory of a slot.
+struct History {
+  std::vector<Write> writes;  // [granule]
+  std::vector<Read> reads;    // [granule][column]: the last read by each warp, by each warpgroup's wgmma, by bulk stores
+  Clock highest;              // the last step of each member of a clock
+};
+std::vector<History> histories;
+unsigned thread_count, warps, warpgroups, columns;
+
+bool off() { return !machine.launch.check_races; }
+History& history(const Cta& cta) { return histories[cta.slot]; }
+unsigned warp_column(const Thread& thread) { return thread.warp->index; }
+unsigned bulk_column() { return warps + warpgroups; }
+
+std::string member_name(unsigned member) {
+  if (member < thread_count) return format("thread %u (warp %u)", member, member / WARP_SIZE);
+  if (member < thread_count + warpgroups) return format("wgmma of warpgroup %u", member - thread_count);
+  return "TMA";
+}
+
+std::string byte_name(unsigned granule) {
+  const unsigned offset = granule * GRANULE;
+  if (offset < STATIC_SHARED) return format("byte %u of static shared memory", offset);
+  return format("byte %u of shared memory", offset - STATIC_SHARED);
+}
+
+[[noreturn]] void report(const Thread& thread, unsigned granule, const char* does, const char* did, unsigned member,
+                         Where where, const Where* earlier) {
+  fail("race", "%s %s %s, %s, but no barrier orders that after %s %s it%s%s", thread.name().c_str(), does,
+       byte_name(granule).c_str(), where.text().c_str(), member_name(member).c_str(), did, earlier ? " " : "",
+       earlier ? earlier->text().c_str() : "");
+}
+
+struct Granules {
+  unsigned first, last;
+  Granules(unsigned offset, unsigned bytes) : first(offset / GRANULE), last((offset + bytes - 1) / GRANULE) {}
+};
+
+void check_last_write(const Thread& thread, const Write& write, unsigned granule, const char* does, Where where) {
+  if (!write.step || knows(thread, write.member, write.step)) return;
+  const char* did = write.step == UNFINISHED ? "began to copy (and has not waited for)" : "wrote";
+  report(thread, granule, does, did, write.member, where, &write.where);
+}
+
+void check_last_reads(const Thread& thread, const Read* reads, unsigned granule, const char* does, Where where) {
+  for (unsigned column = 0; column < columns; column++) {
+    const Read& read = reads[column];
+    if (!read.step || column == warp_column(thread) || knows(thread, read.member, read.step)) continue;
+    report(thread, granule, does, read.step == UNFINISHED ? "still reads" : "read", read.member, where, nullptr);
+  }
+}
+
+// The asynchronous proxy sees what threads wrote only past a fence by the writer, known to whoever starts the access.
+void check_proxy_fence(const Thread& issuer, const Write& write, unsigned granule, const char* does, Where where) {
+  if (!write.step || !write.generic) return;
+  const auto& fences = issuer.cta->threads[write.member].proxy_fences;
+  const auto fence = std::upper_bound(fences.begin(), fences.end(), write.step);
+  if (fence != fences.end() && knows(issuer, write.member, *fence)) return;
+  fail("missing proxy fence", "%s %s %s, %s, which %s wrote %s without fence.proxy.async before the barrier between them",
+       issuer.name().c_str(), does, byte_name(granule).c_str(), where.text().c_str(), member_name(write.member).c_str(),
+       write.where.text().c_str());
+}
+
+void write(Thread& thread, unsigned offset, unsigned bytes, uint32_t step, Where where) {
+  History& h = history(*thread.cta);
+  const Granules granules(offset, bytes);
+  for (unsigned g = granules.first; g <= granules.last; g++) {
+    Read* reads = &h.reads[g * columns];
+    check_last_write(thread, h.writes[g], g, "writes", where);
+    check_last_reads(thread, reads, g, "writes", where);
+    h.writes[g] = {step, uint16_t(thread.index), true, where};
+    std::fill(reads, reads + columns, Read());
+  }
+}
+
+}  // namespace
+
+bool knows(const Thread& thread, unsigned member, uint32_t step) {
+  return off() || (step != UNFINISHED && step <= thread.clock[member]);
+}
+
+void begin_run(unsigned threads_per_cta, unsigned shared_bytes, unsigned slots) {
+  thread_count = threads_per_cta;
+  warps = thread_count / WARP_SIZE;
+  warpgroups = (warps + WARPGROUP_WARPS - 1) / WARPGROUP_WARPS;
+  columns = warps + warpgroups + 1;
+  histories.clear();
+  histories.resize(slots);
+  const size_t granules = off() ? 0 : (STATIC_SHARED + shared_bytes + GRANULE - 1) / GRANULE;
+  for (History& h : histories) {
+    h.writes.resize(granules);
+    h.reads.resize(granules * columns);
+    h.highest.assign(thread_count + warpgroups + MBARRIERS, 0);
+  }
+}
+
+void begin_cta(Cta& cta) {
+  if (off()) return;
+  Clock& highest = history(cta).highest;
+  for (unsigned i = 0; i < thread_count; i++) highest[i]++;
+  for (Thread& thread : cta.threads) {  // it knows all that went on before, and of its siblings nothing
+    thread.clock = highest;
+    for (unsigned i = 0; i < thread_count; i++) thread.clock[i] -= i != thread.index;
+  }
+}
+
+void release(Thread& thread, Clock& into) {
+  if (off()) return;
+  if (into.empty()) into.assign(thread.clock.size(), 0);
+  for (size_t i = 0; i < into.size(); i++) into[i] = std::max(into[i], thread.clock[i]);
+  history(*thread.cta).highest[thread.index] = ++thread.clock[thread.index];
+}
+
+void acquire(Thread& thread, const Clock& from) {
+  if (off() || from.empty()) return;
+  for (size_t i = 0; i < from.size(); i++) thread.clock[i] = std::max(thread.clock[i], from[i]);
+}
+
+void access(Thread& thread, unsigned offset, unsigned bytes, Access access, Where where) {
+  if (off()) return;
+  if (access == Access::WRITE) return write(thread, offset, bytes, thread.clock[thread.index], where);
+  History& h = history(*thread.cta);
+  const Granules granules(offset, bytes);
+  const Read read = {thread.clock[thread.index], uint16_t(thread.index)};
+  for (unsigned g = granules.first; g <= granules.last; g++) {
+    check_last_write(thread, h.writes[g], g, "reads", where);
+    h.reads[g * columns + warp_column(thread)] = read;
+  }
+}
+
+void begin_write(Thread& thread, unsigned offset, unsigned bytes, Where where) {
+  if (!off()) write(thread, offset, bytes, UNFINISHED, where);
+}
+
+void finish_write(Thread& thread, unsigned offset, unsigned bytes) {
+  if (off()) return;
+  const Granules granules(offset, bytes);
+  for (unsigned g = granules.first; g <= granules.last; g++) {
+    Write& write = history(*thread.cta).writes[g];
+    if (write.member == thread.index && write.step == UNFINISHED) write.step = thread.clock[thread.index];
+  }
+}
+
+void fence_proxy(Thread& thread) {
+  if (off()) return;
+  Clock nobody;
+  release(thread, nobody);
+  thread.proxy_fences.push_back(thread.clock[thread.index]);
+}
+
+unsigned warpgroup_agent(unsigned warpgroup) { return thread_count + warpgroup; }
+
+unsigned mbarrier_agent(const Mbarrier& barrier) {
+  if (barrier.index >= MBARRIERS) fail("emulator", "more than %u mbarriers", MBARRIERS);
+  return thread_count + warpgroups + barrier.index;
+}
+
+uint32_t next_step(const Cta& cta, unsigned agent) { return off() ? 1 : history(cta).highest[agent] + 1; }
+
+void agent_writes(Thread& issuer, unsigned agent, uint32_t step, unsigned offset, unsigned bytes, Where where) {
+  if (off()) return;
+  History& h = history(*issuer.cta);
+  h.highest[agent] = std::max(h.highest[agent], step);
+  const Granules granules(offset, bytes);
+  for (unsigned g = granules.first; g <= granules.last; g++) {
+    Read* reads = &h.reads[g * columns];
+    check_last_write(issuer, h.writes[g], g, "starts TMA writes to", where);
+    check_proxy_fence(issuer, h.writes[g], g, "starts TMA writes to", where);
+    check_last_reads(issuer, reads, g, "starts TMA writes to", where);
+    h.writes[g] = {step, uint16_t(agent), false, where};
+    std::fill(reads, reads + columns, Read());
+  }
+}
+
+void agent_reads(Thread& issuer, unsigned agent, uint32_t step, unsigned offset, unsigned bytes, Where where) {
+  if (off()) return;
+  History& h = history(*issuer.cta);
+  if (step != UNFINISHED) h.highest[agent] = std::max(h.highest[agent], step);
+  const unsigned column = agent < thread_count ? bulk_column() : warps + agent - thread_count;
+  const Granules granules(offset, bytes);
+  for (unsigned g = granules.first; g <= granules.last; g++) {
+    check_last_write(issuer, h.writes[g], g, "starts asynchronous reads of", where);
+    check_proxy_fence(issuer, h.writes[g], g, "starts asynchronous reads of", where);
+    h.reads[g * columns + column] = {step, uint16_t(agent)};
+  }
+}
+
+void begin_bulk_read(Thread& issuer, unsigned offset, unsigned bytes, Where where) {
+  agent_reads(issuer, issuer.index, UNFINISHED, offset, bytes, where);
+}
+
+void finish_bulk_read(Thread& issuer, unsigned offset, unsigned bytes) {
+  if (off()) return;
+  const Granules granules(offset, bytes);
+  for (unsigned g = granules.first; g <= granules.last; g++) {
+    Read& read = history(*issuer.cta).reads[g * columns + bulk_column()];
+    if (read.member == issuer.index && read.step == UNFINISHED) read.step = issuer.clock[issuer.index];
+  }
+}
+
+}  // namespace emu::race
