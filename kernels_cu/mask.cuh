@@ -10,12 +10,12 @@ struct TileRange { int begin, full_begin, full_end, end; };
 
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// The key tiles that the query rows [m0, m0 + TILE_M) visit.
-__device__ __forceinline__ TileRange kv_range(const Params& p, int m0) {
+// The key tiles that the query rows [m0, m0 + rows) visit.
+__device__ __forceinline__ TileRange kv_range(const Params& p, int m0, int rows = cfg::TILE_M) {
   TileRange range = {0, 0, p.seqlen_k / cfg::TILE_N, (int)(((i64)p.seqlen_k + cfg::TILE_N - 1) / cfg::TILE_N)};
   if (cfg::CAUSAL) {
     const int shift = p.seqlen_k - p.seqlen_q;
-    const int m_last = min(m0 + cfg::TILE_M, p.seqlen_q) - 1;
+    const int m_last = min(m0 + rows, p.seqlen_q) - 1;
     range.end = min(range.end, ceil_div(max(m_last + shift + 1, 0), cfg::TILE_N));
     range.full_end = min(range.full_end, max(m0 + shift + 1, 0) / cfg::TILE_N);
   }
