@@ -7,11 +7,10 @@
 // "K-major" when a row's 128 bytes run along the product's summed dimension, "MN-major" when along the other one.
 #pragma once
 #include "dtypes.cuh"
+#include "ptx.cuh"
 
 // A CUtensorMap, made by the host, passed by value as a __grid_constant__ parameter.
 struct alignas(64) TensorMap { u64 opaque[16]; };
-
-__device__ __forceinline__ u32 smem_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 
 // ---- mbarriers ------------------------------------------------------------------------------------------------------
 // A phase completes when its expected arrivals and bytes are all in. Waits name the parity of the phase they wait for:
@@ -19,7 +18,7 @@ __device__ __forceinline__ u32 smem_address(const void* pointer) { return (u32)_
 
 // mbarrier.init
 __device__ __forceinline__ void mbarrier_init(u64* barrier, u32 arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(smem_address(barrier)), "r"(arrivals) : "memory");
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(smem_u32(barrier)), "r"(arrivals) : "memory");
 }
 // fence.mbarrier_init: after the last mbarrier_init, before the CTA barrier that publishes them, so TMA sees them too.
 __device__ __forceinline__ void mbarrier_init_fence() {
@@ -27,18 +26,18 @@ __device__ __forceinline__ void mbarrier_init_fence() {
 }
 // mbarrier.arrive
 __device__ __forceinline__ void mbarrier_arrive(u64* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(smem_address(barrier)) : "memory");
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(smem_u32(barrier)) : "memory");
 }
 // mbarrier.arrive.expect_tx: one arrival that also adds `bytes` to what this phase waits for.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(u64* barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
-               :: "r"(smem_address(barrier)), "r"(bytes) : "memory");
+               :: "r"(smem_u32(barrier)), "r"(bytes) : "memory");
 }
 // mbarrier.try_wait: true once the phase is complete; may sleep a while before it says false.
 __device__ __forceinline__ bool mbarrier_try_wait(u64* barrier, u32 parity) {
   u32 complete;
   asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-               : "=r"(complete) : "r"(smem_address(barrier)), "r"(parity) : "memory");
+               : "=r"(complete) : "r"(smem_u32(barrier)), "r"(parity) : "memory");
   return complete;
 }
 __device__ __forceinline__ void mbarrier_wait(u64* barrier, u32 parity) {
@@ -73,31 +72,31 @@ __device__ __forceinline__ void tma_load_4d(void* smem, const TensorMap* map, u6
                                             int x0, int x1, int x2, int x3) {
   asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
                " [%0], [%1, {%3, %4, %5, %6}], [%2];"
-               :: "r"(smem_address(smem)), "l"(map), "r"(smem_address(barrier)), "r"(x0), "r"(x1), "r"(x2), "r"(x3)
+               :: "r"(smem_u32(smem)), "l"(map), "r"(smem_u32(barrier)), "r"(x0), "r"(x1), "r"(x2), "r"(x3)
                : "memory");
 }
 __device__ __forceinline__ void tma_load_4d(void* smem, const TensorMap* map, u64* barrier,
                                             int x0, int x1, int x2, int x3, u64 policy) {
   asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
                " [%0], [%1, {%3, %4, %5, %6}], [%2], %7;"
-               :: "r"(smem_address(smem)), "l"(map), "r"(smem_address(barrier)), "r"(x0), "r"(x1), "r"(x2), "r"(x3),
+               :: "r"(smem_u32(smem)), "l"(map), "r"(smem_u32(barrier)), "r"(x0), "r"(x1), "r"(x2), "r"(x3),
                   "l"(policy)
                : "memory");
 }
 // cp.async.bulk.tensor: smem to gmem; elements outside the tensor are not written. Joins the thread's open bulk group.
 __device__ __forceinline__ void tma_store_4d(const TensorMap* map, const void* smem, int x0, int x1, int x2, int x3) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
-               :: "l"(map), "r"(smem_address(smem)), "r"(x0), "r"(x1), "r"(x2), "r"(x3) : "memory");
+               :: "l"(map), "r"(smem_u32(smem)), "r"(x0), "r"(x1), "r"(x2), "r"(x3) : "memory");
 }
 // cp.async.bulk: `bytes` contiguous bytes, gmem to smem; addresses and size are multiples of 16.
 __device__ __forceinline__ void bulk_load(void* smem, const void* gmem, u32 bytes, u64* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-               :: "r"(smem_address(smem)), "l"(gmem), "r"(bytes), "r"(smem_address(barrier)) : "memory");
+               :: "r"(smem_u32(smem)), "l"(gmem), "r"(bytes), "r"(smem_u32(barrier)) : "memory");
 }
 // cp.reduce.async.bulk: adds `bytes` of floats in smem to gmem. Joins the thread's open bulk group.
 __device__ __forceinline__ void bulk_reduce_add(float* gmem, const float* smem, u32 bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
-               :: "l"(gmem), "r"(smem_address(smem)), "r"(bytes) : "memory");
+               :: "l"(gmem), "r"(smem_u32(smem)), "r"(bytes) : "memory");
 }
 // cp.async.bulk.commit_group: closes the thread's open bulk group.
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
@@ -128,11 +127,11 @@ template <int REGISTERS> __device__ __forceinline__ void setmaxnreg_inc() {
 // elements 2 * (l % 4) and the next of row l / 4 of each matrix. `_trans`: of column l / 4.
 __device__ __forceinline__ void stmatrix_x4(void* row, u32 x0, u32 x1, u32 x2, u32 x3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
-               :: "r"(smem_address(row)), "r"(x0), "r"(x1), "r"(x2), "r"(x3) : "memory");
+               :: "r"(smem_u32(row)), "r"(x0), "r"(x1), "r"(x2), "r"(x3) : "memory");
 }
 __device__ __forceinline__ void stmatrix_x4_trans(void* row, u32 x0, u32 x1, u32 x2, u32 x3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
-               :: "r"(smem_address(row)), "r"(x0), "r"(x1), "r"(x2), "r"(x3) : "memory");
+               :: "r"(smem_u32(row)), "r"(x0), "r"(x1), "r"(x2), "r"(x3) : "memory");
 }
 
 // ---- wgmma: warpgroup matrix products -------------------------------------------------------------------------------
@@ -176,6 +175,11 @@ __device__ __forceinline__ u64 descriptor_k_major(u32 address) {
 __device__ __forceinline__ u64 descriptor_mn_major(u32 address, u32 chunk_bytes) {
   return u64((address & 0x3ffff) >> 4) | u64(chunk_bytes >> 4) << 16 | DESCRIPTOR_EIGHT_ROWS |
          DESCRIPTOR_SWIZZLE_128B;
+}
+
+// The same operand `bytes` further on: one 32-bit addition, since shared memory's addresses never carry out of the field.
+__device__ __forceinline__ u64 descriptor_at(u64 descriptor, u32 bytes) {
+  return (descriptor >> 32) << 32 | u32(u32(descriptor) + (bytes >> 4));
 }
 
 // The accumulator's registers, as instruction text and as operands, in steps of 8.
