@@ -51,6 +51,8 @@ def flash_attention(q, k, v, *, softmax_scale=None, causal=False, return_lse=Fal
     work is queued on the caller's current stream. Torch tensors that require grad are differentiable.
     """
     given = {"q": q, "k": k, "v": v} if out is None else {"q": q, "k": k, "v": v, "o": out}
+    if not isinstance(return_lse, bool):
+        raise TypeError(f"return_lse: got {return_lse!r}, takes True or False")
     kind = arrays.common_kind(given)
     if kind.name.startswith("torch"):
         from . import torch as glue
@@ -58,7 +60,8 @@ def flash_attention(q, k, v, *, softmax_scale=None, causal=False, return_lse=Fal
         if glue.records_gradient(q, k, v):
             if out is not None:
                 raise ValueError("out: got a tensor, takes None where q, k or v requires grad")
-            result = glue.attention(q, k, v, softmax_scale, causal)
+            options = {"softmax_scale": softmax_scale, "causal": causal}
+            result = glue.attention(flash_attention, flash_attention_backward, q, k, v, options)
             return result if return_lse else result[0]
     results = _call(kind, given, softmax_scale, causal, wants_lse=return_lse)
     o = results["o"] if out is None else out
@@ -163,7 +166,7 @@ def _call(
             _prepared.clear()
         _prepared[call] = prepared
     if "o" in views and not backward:
-        _check_separate(kind, views, prepared.problem)
+        _check_target(kind, views, prepared.problem)
     like = given["q"]
     if prepared.executable is None:
         made = {name: kind.empty(shape, dtype, like) for name, shape, dtype in prepared.outputs}
@@ -192,8 +195,10 @@ def _launch(kind: arrays.Kind, executable: Executable, views: dict[str, object],
     executable(addresses, kind.stream(device_id))
 
 
-def _check_separate(kind: arrays.Kind, views: dict[str, object], made: problem.Problem) -> None:
+def _check_target(kind: arrays.Kind, views: dict[str, object], made: problem.Problem) -> None:
     """`out` must not lie on the inputs: some of them are still to be read when its first rows are written."""
+    if not kind.writable(views["o"]):
+        raise ValueError(f"out: got a {kind.name} array that is read-only, takes one that can be written to; call {made}")
     tensors = dict(made.tensors)
     low, high = arrays.byte_range(tensors["o"], kind.address(views["o"]))
     for name in "qkv":

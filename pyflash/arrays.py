@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .errors import Unsupported
-from .problem import DTYPES, Tensor
+from .problem import DTYPES, Tensor, argument
 
 _DLPACK_CPU, _DLPACK_CUDA = 1, 2
 
@@ -41,6 +41,9 @@ class Kind:
         """The inverse of `view`, for results, as an array of the library that `like` is of."""
         return view
 
+    def writable(self, view) -> bool:
+        return True
+
 
 def _tensor(key: Key, dtype: str, unit: int) -> Tensor:
     alignment = 16 if not key.misalignment else key.misalignment & -key.misalignment
@@ -61,8 +64,10 @@ class _ArrayInterface(Kind):
 
 
 def _bfloat16() -> np.dtype:
-    import ml_dtypes
-
+    try:
+        import ml_dtypes
+    except ImportError as error:
+        raise Unsupported("bfloat16 arrays on the CPU, and CuPy's, need ml_dtypes: pip install ml_dtypes") from error
     return np.dtype(ml_dtypes.bfloat16)
 
 
@@ -80,6 +85,9 @@ class _NumPy(_ArrayInterface):
 
     def empty(self, shape, dtype, like):
         return np.empty(shape, dtype)
+
+    def writable(self, view) -> bool:
+        return view.flags.writeable
 
 
 class _CuPy(_ArrayInterface):
@@ -162,6 +170,9 @@ class _JaxCuda(_CuPy):
     def wrap(self, view, like):
         return sys.modules["jax"].dlpack.from_dlpack(view)
 
+    def writable(self, view) -> bool:
+        return False  # JAX relies on its arrays never changing
+
 
 class _DLPack(_CuPy):
     """A CUDA array of a library that PyFlash does not know by name."""
@@ -202,6 +213,8 @@ def _library(array_type: type) -> str | None:
         # jax.Array is an abstract class: asking for the subclass relation sees its registered implementations.
         if isinstance(known, type) and issubclass(array_type, known):
             return library
+    if "jax" in sys.modules and issubclass(array_type, sys.modules["jax"].core.Tracer):
+        return "jax"
     return "dlpack" if hasattr(array_type, "__dlpack__") and hasattr(array_type, "__dlpack_device__") else None
 
 
@@ -211,33 +224,38 @@ def kind_of(array, name: str) -> Kind:
     if library == "cupy":
         return CUPY
     if library == "torch":
+        if array.layout is not sys.modules["torch"].strided:
+            raise Unsupported(f"{argument(name)}: got a tensor of layout {array.layout}, takes torch.strided")
         if array.is_cuda:
             return TORCH
         if array.device.type == "cpu":
+            dtype = str(array.dtype).removeprefix("torch.")
+            if dtype not in DTYPES:  # not left to NumPy, which does not know them all
+                raise TypeError(f"{argument(name)}: got dtype {dtype}, takes one of {', '.join(DTYPES)}")
             return TORCH_CPU
-        raise Unsupported(f"{name}: got a torch tensor on {array.device}, takes one on a CUDA device or the CPU")
+        raise Unsupported(f"{argument(name)}: got a torch tensor on {array.device}, takes one on a CUDA device or the CPU")
     if library == "numpy":
         return NUMPY
     if library == "jax":
         if isinstance(array, sys.modules["jax"].core.Tracer):
             raise Unsupported(
-                f"{name}: got a JAX tracer; PyFlash launches its own kernels and cannot be traced: call outside jax.jit"
+                f"{argument(name)}: got a JAX tracer; PyFlash launches its own kernels and cannot be traced: call outside jax.jit"
             )
         platform = next(iter(array.devices())).platform
         if platform in ("gpu", "cuda"):
             return JAX
         if platform == "cpu":
             return JAX_CPU
-        raise Unsupported(f"{name}: got a JAX array on {platform}, takes one on a CUDA device or the CPU")
+        raise Unsupported(f"{argument(name)}: got a JAX array on {platform}, takes one on a CUDA device or the CPU")
     if library == "dlpack":
         device_type = array.__dlpack_device__()[0]
         if device_type == _DLPACK_CUDA:
             return DLPACK
         if device_type == _DLPACK_CPU:
             return DLPACK_CPU
-        raise Unsupported(f"{name}: got an array on DLPack device type {device_type}, takes 1 (CPU) or 2 (CUDA)")
+        raise Unsupported(f"{argument(name)}: got an array on DLPack device type {device_type}, takes 1 (CPU) or 2 (CUDA)")
     raise TypeError(
-        f"{name}: got {type(array).__module__}.{type(array).__qualname__}, takes an array of CuPy, NumPy, torch, JAX "
+        f"{argument(name)}: got {type(array).__module__}.{type(array).__qualname__}, takes an array of CuPy, NumPy, torch, JAX "
         "or any library with __dlpack__"
     )
 
@@ -247,7 +265,7 @@ def common_kind(arrays: dict[str, object]) -> Kind:
     (first, kind), *rest = ((name, kind_of(array, name)) for name, array in arrays.items())
     for name, other in rest:
         if other is not kind:
-            raise TypeError(f"{name}: got a {other.name} array, takes {kind.name}, as {first}")
+            raise TypeError(f"{argument(name)}: got a {other.name} array, takes {kind.name}, as {first}")
     return kind
 
 
@@ -256,7 +274,7 @@ def common_device(kind: Kind, views: dict[str, object]) -> int | None:
     (first, device), *rest = ((name, kind.device_id(view)) for name, view in views.items())
     for name, other in rest:
         if other != device:
-            raise ValueError(f"{name}: got an array on CUDA device {other}, takes one on device {device}, as {first}")
+            raise ValueError(f"{argument(name)}: got an array on CUDA device {other}, takes one on device {device}, as {first}")
     return device
 
 

@@ -97,7 +97,7 @@ class Problem:
         return describe(dict(self.tensors), self.softmax_scale, self.options)
 
 
-def _argument(name: str) -> str:
+def argument(name: str) -> str:
     """What the public functions call a tensor."""
     return "out" if name == "o" else name
 
@@ -109,7 +109,7 @@ def shown(name: str) -> str:
 
 def describe(tensors: dict[str, Tensor], softmax_scale: object, options: tuple[tuple[str, object], ...]) -> str:
     """A call in one line, for error messages."""
-    arrays = ", ".join(f"{_argument(name)} {t.shape} {t.dtype}" for name, t in tensors.items())
+    arrays = ", ".join(f"{argument(name)} {t.shape} {t.dtype}" for name, t in tensors.items())
     extras = "".join(f", {name}={value}" for name, value in (("softmax_scale", softmax_scale), *options))
     return f"[{arrays}{extras}]"
 
@@ -135,7 +135,7 @@ class _Checker:
         self.tensors, self.call = tensors, call
 
     def fail(self, name: str, got: object, takes: str, error: type[Exception] = ValueError):
-        raise error(f"{_argument(name)}: got {got}, takes {takes}; call {self.call}")
+        raise error(f"{argument(name)}: got {got}, takes {takes}; call {self.call}")
 
     def rank(self, name: str, rank: int, layout: str) -> None:
         shape = self.tensors[name].shape

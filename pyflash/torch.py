@@ -1,10 +1,13 @@
-"""PyFlash as a differentiable function of torch tensors. Imported by itself when a torch tensor comes in."""
+"""Attention as a differentiable function of torch tensors. Imported by itself when a tensor that requires grad comes in.
+
+The functions that compute it are handed in, since those are what brings a tensor here.
+"""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
 
-from . import api
+import torch
 
 
 def records_gradient(*tensors: torch.Tensor) -> bool:
@@ -14,10 +17,10 @@ def records_gradient(*tensors: torch.Tensor) -> bool:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, softmax_scale, causal, deterministic):
-        out, lse = api.flash_attention(q, k, v, softmax_scale=softmax_scale, causal=causal, return_lse=True)
+    def forward(ctx, forward, backward, q, k, v, options, deterministic):
+        out, lse = forward(q, k, v, return_lse=True, **options)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.options = {"softmax_scale": softmax_scale, "causal": causal, "deterministic": deterministic}
+        ctx.backward_call, ctx.options = backward, {**options, "deterministic": deterministic}
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -25,18 +28,18 @@ class _Attention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout, dlse):
         q, k, v, out, lse = ctx.saved_tensors
-        if dout is None and dlse is None:
-            return (None,) * 6
-        if dout is None:
-            dout = torch.zeros_like(out)
-        dq, dk, dv = api.flash_attention_backward(dout, q, k, v, out, lse, dlse=dlse, **ctx.options)
-        needed = ctx.needs_input_grad
-        return dq if needed[0] else None, dk if needed[1] else None, dv if needed[2] else None, None, None, None
+        gradients = (None, None, None)
+        if dout is not None or dlse is not None:
+            dout = torch.zeros_like(out) if dout is None else dout
+            gradients = ctx.backward_call(dout, q, k, v, out, lse, dlse=dlse, **ctx.options)
+        wanted = (g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad[2:5], strict=True))
+        return None, None, *wanted, None, None
 
 
-def attention(q, k, v, softmax_scale=None, causal=False):
-    """`pyflash.flash_attention(..., return_lse=True)`, differentiable in q, k and v through out and lse.
+def attention(forward: Callable, backward: Callable, q, k, v, options: dict[str, object]):
+    """`out` and `lse`, differentiable in q, k and v through both.
 
-    The gradients are deterministic where torch.use_deterministic_algorithms asks for it.
+    `forward` and `backward` are called as `flash_attention` and `flash_attention_backward`. The gradients are
+    deterministic where torch.use_deterministic_algorithms asks for it.
     """
-    return _Attention.apply(q, k, v, softmax_scale, causal, torch.are_deterministic_algorithms_enabled())
+    return _Attention.apply(forward, backward, q, k, v, options, torch.are_deterministic_algorithms_enabled())

@@ -1,0 +1,192 @@
+"""The public functions on NumPy arrays: what goes in, what comes out, what is refused."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import numpy as np
+import pytest
+
+import pyflash
+from pyflash import api, reference
+
+RNG = np.random.default_rng(0)
+BF16 = pytest.importorskip("ml_dtypes").bfloat16
+
+
+def arrays(dtype="float32", batch=2, seqlen_q=5, seqlen_k=7, heads=4, heads_kv=2, dim=16, dim_v=24):
+    shapes = (batch, seqlen_q, heads, dim), (batch, seqlen_k, heads_kv, dim), (batch, seqlen_k, heads_kv, dim_v)
+    return [RNG.standard_normal(shape).astype(dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("dtype", [np.float16, BF16, np.float32, np.float64], ids=lambda dtype: np.dtype(dtype).name)
+def test_results_have_the_dtypes_of_the_contract(dtype):
+    q, k, v = arrays(dtype)
+    out, lse = pyflash.flash_attention(q, k, v, return_lse=True)
+    assert type(out) is np.ndarray and out.dtype == dtype and out.shape == (2, 5, 4, 24)
+    assert lse.dtype == (np.float64 if dtype is np.float64 else np.float32) and lse.shape == (2, 4, 5)
+    gradients = pyflash.flash_attention_backward(out, q, k, v, out, lse)
+    assert [(g.dtype, g.shape) for g in gradients] == [(np.dtype(dtype), a.shape) for a in (q, k, v)]
+
+
+def test_inputs_are_left_as_they_were():
+    inputs = arrays()
+    before = [a.copy() for a in inputs]
+    out, lse = pyflash.flash_attention(*inputs, causal=True, return_lse=True)
+    pyflash.flash_attention_backward(out, *inputs, out, lse, causal=True)
+    assert all(np.array_equal(a, b) for a, b in zip(inputs, before, strict=True))
+
+
+def test_out_is_written_and_returned():
+    q, k, v = arrays()
+    expected = pyflash.flash_attention(q, k, v)
+    for out in (np.full((2, 5, 4, 24), np.nan, np.float32), np.full((2, 4, 5, 24), np.nan, np.float32).swapaxes(1, 2)):
+        assert pyflash.flash_attention(q, k, v, out=out) is out
+        assert np.array_equal(out, expected)
+        result, lse = pyflash.flash_attention(q, k, v, out=out, return_lse=True)
+        assert result is out and lse.shape == (2, 4, 5)
+
+
+def test_out_must_not_lie_on_an_input():
+    q, k, _ = arrays(dim_v=16, heads_kv=4, seqlen_k=5)
+    packed = np.zeros((2, 2, 5, 4, 16), np.float32)
+    with pytest.raises(ValueError, match="out: got memory that overlaps q's, takes memory of its own"):
+        pyflash.flash_attention(q, k, k, out=q)
+    assert pyflash.flash_attention(packed[0], packed[0], packed[0], out=packed[1]) is not None
+
+
+def test_out_that_cannot_be_written_is_refused():
+    q, k, v = arrays()
+    out = np.zeros((2, 5, 4, 24), np.float32)
+    out.flags.writeable = False
+    with pytest.raises(ValueError, match="^out: .*takes"):
+        pyflash.flash_attention(q, k, v, out=out)
+
+
+@pytest.mark.parametrize("bad", [[[1.0]], 3.0, None, "q", object()], ids=repr)
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_what_is_no_array_is_refused(bad, position):
+    given = arrays()
+    given[position] = bad
+    with pytest.raises(TypeError, match=rf"^{'qkv'[position]}: got .*{type(bad).__name__}, takes an array"):
+        pyflash.flash_attention(*given)
+
+
+# What the call gets -> the start of the message. Each is raised by the public function itself.
+BAD_CALLS = {
+    "zero heads": (lambda q, k, v: (q[:, :, :0], k, v), {}, "q: got 0 heads, takes at least 1"),
+    "no head_dim": (lambda q, k, v: (q[..., :0], k[..., :0], v), {}, "q: got head_dim 0, takes 1 to 256"),
+    "no key head": (lambda q, k, v: (q, k[:, :, :0], v[:, :, :0]), {}, "k: got 0 heads, takes at least 1"),
+    "odd ratio": (lambda q, k, v: (q[:, :, :3], k, v), {}, "q: got 3 heads, takes a multiple of k's 2"),
+    "rank": (lambda q, k, v: (q[0], k, v), {}, r"q: got 3 dimensions \(5, 4, 16\), takes 4"),
+    "integers": (lambda q, k, v: (q.astype(int), k, v), {}, "q: got dtype int64, takes one of float16"),
+    "mixed dtypes": (lambda q, k, v: (q, k, v.astype("float16")), {}, "v: got dtype float16, takes float32, as q"),
+    "scale": (lambda q, k, v: (q, k, v), {"softmax_scale": np.nan}, "softmax_scale: got nan, takes a finite number"),
+    "causal": (lambda q, k, v: (q, k, v), {"causal": "yes"}, "causal: got 'yes', takes True or False"),
+    "return_lse": (lambda q, k, v: (q, k, v), {"return_lse": 1}, "return_lse: got 1, takes True or False"),
+    "out's shape": (lambda q, k, v: (q, k, v), {"out": np.zeros((2, 5, 4, 16), np.float32)}, r"out: got shape \(2, 5"),
+}
+
+
+@pytest.mark.parametrize("change, options, message", BAD_CALLS.values(), ids=BAD_CALLS)
+def test_bad_calls(change, options, message):
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        pyflash.flash_attention(*change(*arrays()), **options)
+
+
+def test_bad_backward_calls():
+    q, k, v = arrays()
+    out, lse = pyflash.flash_attention(q, k, v, return_lse=True)
+    call = pyflash.flash_attention_backward
+    with pytest.raises(ValueError, match=r"^lse: got shape \(2, 4, 4\), takes \(2, 4, 5\)"):
+        call(out, q, k, v, out, lse[..., :4])
+    with pytest.raises(ValueError, match=r"^dout: got shape \(2, 4, 4, 24\), takes \(2, 5, 4, 24\)"):
+        call(out[:, :4], q, k, v, out, lse)
+    with pytest.raises(TypeError, match=r"^lse: got dtype float64, takes float32"):
+        call(out, q, k, v, out, lse.astype(np.float64))
+    with pytest.raises(TypeError, match=r"^dlse: got .*list, takes an array"):
+        call(out, q, k, v, out, lse, dlse=[0.0])
+    with pytest.raises(TypeError, match=r"^deterministic: got 1, takes True or False"):
+        call(out, q, k, v, out, lse, deterministic=1)
+
+
+def test_strides_of_a_fraction_of_an_element_are_refused():
+    raw = np.zeros(2 * 5 * 4 * 16 * 6 + 8, np.uint8)
+    odd = np.ndarray((2, 5, 4, 16), np.float32, raw, strides=(6 * 320, 6 * 64, 6 * 16, 6))
+    with pytest.raises(pyflash.Unsupported, match="^q: "):
+        pyflash.flash_attention(odd, odd, odd)
+
+
+def test_a_call_does_not_depend_on_those_before():
+    """Same shapes, other strides, dtypes or broadcasts, in either order: each equals a call on a contiguous copy."""
+    base = RNG.standard_normal((2, 4, 5, 16)).astype(np.float32)
+    variants = [
+        base.swapaxes(1, 2),
+        np.ascontiguousarray(base.swapaxes(1, 2)),
+        np.broadcast_to(base.swapaxes(1, 2)[:, :1], (2, 5, 4, 16)),
+        base.swapaxes(1, 2)[:, ::-1],
+        base.swapaxes(1, 2).astype(np.float64),
+        base.swapaxes(1, 2).astype(np.float16),
+    ]
+    for a in (*variants, *reversed(variants)):
+        expected = pyflash.flash_attention(*(np.ascontiguousarray(a) for _ in range(3)), causal=True)
+        assert np.array_equal(pyflash.flash_attention(a, a, a, causal=True), expected)
+
+
+def test_repeated_calls_are_remembered_up_to_a_bound(monkeypatch):
+    monkeypatch.setattr(api, "_MAX_PREPARED", 8)
+    monkeypatch.setattr(api, "_prepared", {})
+    for seqlen in range(1, 30):
+        q, k, v = arrays(seqlen_q=seqlen)
+        pyflash.flash_attention(q, k, v)
+    assert len(api._prepared) <= 8
+
+
+@pytest.mark.parametrize("shape_q, shape_k", [((0, 5), (0, 7)), ((2, 0), (2, 7)), ((2, 5), (2, 0)), ((2, 0), (2, 0))])
+def test_empty_problems(shape_q, shape_k):
+    q, dout = np.ones((*shape_q, 4, 8), np.float32), np.ones((*shape_q, 4, 12), np.float32)
+    k, v = np.ones((*shape_k, 2, 8), np.float32), np.ones((*shape_k, 2, 12), np.float32)
+    for causal in (False, True):
+        out, lse = pyflash.flash_attention(q, k, v, causal=causal, return_lse=True)
+        assert out.shape == dout.shape and lse.shape == (shape_q[0], 4, shape_q[1])
+        if not shape_k[1]:
+            assert not out.any() and (lse == -np.inf).all()
+        gradients = pyflash.flash_attention_backward(dout, q, k, v, out, lse, causal=causal)
+        assert [g.shape for g in gradients] == [q.shape, k.shape, v.shape]
+        assert not any(g.any() for g in gradients)
+
+
+@pytest.mark.parametrize(
+    "scale", [0.3, np.float32(0.3), np.float64(0.3), np.array(0.3)], ids=lambda s: type(s).__name__
+)
+def test_any_kind_of_scalar(scale):
+    q, k, v = arrays("float64")
+    out, lse = pyflash.flash_attention(q, k, v, softmax_scale=scale, return_lse=True)
+    expected, expected_lse = reference.attention(q, k, v, softmax_scale=float(scale))
+    np.testing.assert_allclose(out, expected, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-12, atol=1e-12)
+
+
+def test_signatures():
+    forward = inspect.signature(pyflash.flash_attention)
+    backward = inspect.signature(pyflash.flash_attention_backward)
+    assert str(forward) == "(q, k, v, *, softmax_scale=None, causal=False, return_lse=False, out=None)"
+    assert str(backward) == (
+        "(dout, q, k, v, out, lse, *, softmax_scale=None, causal=False, dlse=None, deterministic=False)"
+    )
+
+
+@pytest.mark.parametrize("name", pyflash.__all__)
+def test_everything_public_is_documented(name):
+    thing = getattr(pyflash, name)
+    text = inspect.getdoc(thing)
+    assert text and len(text) > 30
+    if inspect.isfunction(thing):
+        for parameter in inspect.signature(thing).parameters:
+            assert re.search(rf"^[\w, ]*\b{parameter}\b[\w, ]*( :|$)", text, re.MULTILINE), f"{name}: {parameter}"
+
+
+def test_errors_are_what_the_standard_library_knows():
+    assert issubclass(pyflash.Unsupported, NotImplementedError)
+    assert issubclass(pyflash.CompileError, RuntimeError) and issubclass(pyflash.LaunchError, RuntimeError)

@@ -1,0 +1,171 @@
+"""torch tensors on the CPU: the glue that a GPU machine shares, and gradients through autograd."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import pyflash
+from pyflash import arrays, reference
+
+torch = pytest.importorskip("torch")
+
+
+def tensors(dtype=torch.float32, seqlen_q=5, seqlen_k=7, heads=4, heads_kv=2, dim=8, dim_v=12, **options):
+    generator = torch.Generator().manual_seed(0)
+    shapes = (2, seqlen_q, heads, dim), (2, seqlen_k, heads_kv, dim), (2, seqlen_k, heads_kv, dim_v)
+    return [torch.randn(s, generator=generator).to(dtype).requires_grad_(options.get("grad", False)) for s in shapes]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_tensors_in_tensors_out(dtype):
+    q, k, v = tensors(dtype)
+    out, lse = pyflash.flash_attention(q, k, v, causal=True, return_lse=True)
+    gradients = pyflash.flash_attention_backward(out, q, k, v, out, lse, causal=True)
+    assert [type(t) for t in (out, lse, *gradients)] == [torch.Tensor] * 5
+    assert out.dtype == dtype and lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert [(g.dtype, g.shape) for g in gradients] == [(dtype, a.shape) for a in (q, k, v)]
+    wide = [t.to(torch.float64).numpy() for t in (q, k, v)]
+    bound = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 2e-6, torch.float64: 1e-14}[dtype]
+    np.testing.assert_allclose(out.double().numpy(), reference.attention(*wide, causal=True)[0], atol=3 * bound)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_memory_is_shared_and_never_copied(dtype):
+    q = torch.zeros((2, 5, 4, 8), dtype=dtype)
+    view = arrays.kind_of(q, "q").view(q)
+    assert view.ctypes.data == q.data_ptr() and view.shape == tuple(q.shape)
+    back = arrays.kind_of(q, "q").wrap(view, q)
+    assert back.data_ptr() == q.data_ptr() and back.dtype == dtype
+    # Strides are bytes in one library and elements in the other.
+    turned = q.transpose(1, 2)
+    assert arrays.kind_of(q, "q").view(turned).strides == tuple(s * q.element_size() for s in turned.stride())
+
+
+def test_out_is_written():
+    q, k, v = tensors()
+    out = torch.full((2, 5, 4, 12), float("nan"))
+    assert pyflash.flash_attention(q, k, v, out=out) is out
+    assert torch.equal(out, pyflash.flash_attention(q, k, v))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lengths", [(5, 7), (7, 5), (1, 3), (4, 4)])
+def test_gradients_by_finite_differences(lengths, causal):
+    q, k, v = tensors(torch.float64, *lengths, grad=True)
+    assert torch.autograd.gradcheck(lambda *a: pyflash.flash_attention(*a, causal=causal, softmax_scale=0.7), (q, k, v))
+
+
+def test_gradients_through_lse():
+    q, k, v = tensors(torch.float64, grad=True)
+    assert torch.autograd.gradcheck(lambda *a: pyflash.flash_attention(*a, return_lse=True), (q, k, v))
+    assert torch.autograd.gradcheck(lambda *a: pyflash.flash_attention(*a, return_lse=True)[1], (q, k, v))
+
+
+@pytest.mark.parametrize("wanted", ["q", "k", "v", "qk", "kv", "qv"])
+def test_gradients_of_some_inputs_only(wanted):
+    inputs = dict(zip("qkv", tensors(torch.float64), strict=True))
+    for name in wanted:
+        inputs[name].requires_grad_()
+    pyflash.flash_attention(**inputs, causal=True).sum().backward()
+    expected = reference.attention_backward(
+        np.ones((2, 5, 4, 12)), *(t.detach().numpy() for t in inputs.values()), causal=True
+    )
+    for name, gradient in zip("qkv", expected, strict=True):
+        if name in wanted:
+            np.testing.assert_allclose(inputs[name].grad.numpy(), gradient, atol=1e-13)
+        else:
+            assert inputs[name].grad is None
+
+
+def test_nothing_is_recorded_where_no_gradient_is_wanted():
+    q, k, v = tensors(grad=True)
+    with torch.no_grad():
+        assert not pyflash.flash_attention(q, k, v).requires_grad
+    with torch.inference_mode():
+        assert not pyflash.flash_attention(q, k, v).requires_grad
+    assert not pyflash.flash_attention(q.detach(), k.detach(), v.detach()).requires_grad
+
+
+def test_out_with_a_gradient_is_refused():
+    q, k, v = tensors(grad=True)
+    with pytest.raises(ValueError, match="^out: got a tensor, takes None where"):
+        pyflash.flash_attention(q, k, v, out=torch.zeros(2, 5, 4, 12))
+
+
+def test_a_second_derivative_is_refused():
+    q, k, v = tensors(torch.float64, grad=True)
+    (dq,) = torch.autograd.grad((pyflash.flash_attention(q, k, v) ** 2).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dq.sum().backward()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_equals_torchs_own_attention(causal):
+    ours, theirs = (tensors(torch.float64, 6, 6, heads_kv=4, dim_v=8, grad=True) for _ in range(2))
+    a = pyflash.flash_attention(*ours, causal=causal)
+    b = torch.nn.functional.scaled_dot_product_attention(*(t.transpose(1, 2) for t in theirs), is_causal=causal)
+    torch.testing.assert_close(a, b.transpose(1, 2))
+    dout = torch.randn_like(a)
+    a.backward(dout)
+    b.backward(dout.transpose(1, 2))
+    for x, y in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(x.grad, y.grad)
+
+
+def test_a_gradient_of_stride_zero():
+    q, k, v = tensors(torch.float64, grad=True)
+    gradients = torch.autograd.grad(pyflash.flash_attention(q, k, v).sum(), (q, k, v))
+    explicit = torch.autograd.grad(pyflash.flash_attention(q, k, v), (q, k, v), torch.ones(2, 5, 4, 12).double())
+    assert all(torch.equal(a, b) for a, b in zip(gradients, explicit, strict=True))
+
+
+def test_a_training_step_learns():
+    """Gradient descent through attention lowers a loss: signs and sums are right end to end."""
+    q, k, v = tensors(torch.float64, grad=True)
+    optimizer = torch.optim.SGD([q, k, v], lr=0.03)
+    losses = []
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = (pyflash.flash_attention(q, k, v, causal=True) ** 2).sum()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.2 * losses[0]
+
+
+def test_other_devices_are_refused():
+    q, k, v = tensors()
+    with pytest.raises(pyflash.Unsupported, match=r"^q: got a torch tensor on meta, takes one on a CUDA device or the"):
+        pyflash.flash_attention(q.to("meta"), k, v)
+
+
+def test_other_libraries_next_to_it_are_refused():
+    q, k, v = tensors()
+    with pytest.raises(TypeError, match=r"^k: got a numpy array, takes torch on the CPU, as q"):
+        pyflash.flash_attention(q, k.numpy(), v)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn], ids=str)
+def test_other_dtypes_are_refused(dtype):
+    q, k, v = (torch.zeros(t.shape, dtype=dtype) for t in tensors())
+    with pytest.raises(TypeError, match=rf"^q: got dtype {str(dtype).removeprefix('torch.')}, takes one of float16"):
+        pyflash.flash_attention(q, k, v)
+
+
+def test_sparse_tensors_are_refused():
+    q, k, v = tensors()
+    with pytest.raises((TypeError, pyflash.Unsupported), match="^q: "):
+        pyflash.flash_attention(q.to_sparse(), k, v)
+
+
+def test_bfloat16_without_ml_dtypes(monkeypatch):
+    """Works, or says what to install; never an error that names neither the argument nor the remedy."""
+    monkeypatch.setitem(__import__("sys").modules, "ml_dtypes", None)
+    q, k, v = tensors(torch.bfloat16)
+    try:
+        out = pyflash.flash_attention(q, k, v)
+    except pyflash.Unsupported as error:
+        assert "pip install ml_dtypes" in str(error)
+    else:
+        assert out.dtype == torch.bfloat16
