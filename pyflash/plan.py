@@ -77,6 +77,7 @@ def _row(problem: Problem, kernel: Kernel, device: Device) -> Row | None:
         if (
             max(dims) <= row.head_dim
             and row.causal in (None, bool(problem.option("causal")))
+            and row.itemsize in (None, problem.dtype.itemsize)
             and kernel.smem_bytes(row, *dims, problem.dtype.itemsize) <= device.smem_bytes
         ):
             return row
@@ -273,18 +274,9 @@ def _backward(problem: Problem, device: Device, family: str, notes: tuple[str, .
         values={"num_m_blocks": _cdiv(problem.seqlen_q, row.tile_m)},
     )
     if not through_accum:
-        dq = _launch(
-            problem, device, name, {**given, "dq": tensors["dq"]}, ("delta",), per_query_tile, {"PHASE_DQ": True}
-        )
-        dkdv = _launch(
-            problem,
-            device,
-            name,
-            {**given, "dk": tensors["dk"], "dv": tensors["dv"]},
-            ("delta",),
-            per_key_tile,
-            {"PHASE_DQ": False},
-        )
+        every = {**given, **{n: tensors[n] for n in ("dq", "dk", "dv")}}
+        dq = _launch(problem, device, name, every, ("delta",), per_query_tile, {"PHASE_DQ": True})
+        dkdv = _launch(problem, device, name, every, ("delta",), per_key_tile, {"PHASE_DQ": False})
         return _finish(problem, family, [delta, dq, dkdv], workspace, notes)
     main = _launch(
         problem,

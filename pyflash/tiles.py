@@ -21,6 +21,7 @@ class Row:
     why: str
     knobs: tuple[tuple[str, object], ...] = ()  # further constants of this kernel
     causal: bool | None = None  # serves only causal (or only full) problems
+    itemsize: int | None = None  # serves only elements of this many bytes
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,38 @@ def _fwd_sm80_smem(row: Row, tile_d: int, tile_dv: int, itemsize: int) -> int:
     return (row.tile_m * tile_d + row.stages * row.tile_n * (tile_d + tile_dv)) * itemsize
 
 
+def _simt_smem(own: int, other: int, row: Row, columns: tuple[int, ...], slice_columns: int, itemsize: int) -> int:
+    """`own` rows of each operand in `columns` and of weights for `other` rows, and the slots of what streams."""
+    knobs, vector = dict(row.knobs), 16 // itemsize
+
+    def padded(cols: int) -> int:
+        return (cols // vector | 1) * vector
+
+    weights = other + knobs["THREAD_COLS"] * 4 // itemsize
+    slot = max(other * padded(knobs["SLICE_D"]), knobs["SLICE_N"] * slice_columns)
+    return (own * (sum(map(padded, columns)) + weights) + row.stages * slot) * itemsize
+
+
+def _fwd_simt_smem(row: Row, tile_d: int, tile_dv: int, itemsize: int) -> int:
+    return _simt_smem(row.tile_m, row.tile_n, row, (tile_d,), tile_dv, itemsize)
+
+
+def _bwd_simt_smem(row: Row, tile_d: int, tile_dv: int, itemsize: int) -> int:
+    # Both launches, one owning queries and one owning keys, have the same bytes because tile_m == tile_n.
+    return _simt_smem(row.tile_m, row.tile_n, row, (tile_d, tile_dv), max(tile_d, tile_dv), itemsize)
+
+
+def _simt(head_dim: int, tile_m: int, tile_n: int, threads: int, grid: tuple[int, int, int], min_ctas: int, itemsize: int,
+          why: str) -> Row:  # fmt: skip
+    """`grid`: threads along a row of results, columns and rows of a slice."""
+    knobs = tuple(zip(("THREAD_COLS", "SLICE_D", "SLICE_N"), grid, strict=True))
+    return Row(head_dim, tile_m, tile_n, threads, 2, min_ctas, why, knobs, itemsize=itemsize)
+
+
+_BLOCKS = "8 x 8 results a thread in both products, two CTAs a multiprocessor"
+_LESS_SMEM = "as above in 99 KB, what consumer GPUs of compute capability 8.6 to 12.0 have"
+_LEAST_SMEM = "in the 64 KB of compute capability 7.5"
+
 KERNELS: dict[str, Kernel] = {
     "fwd_sm80": Kernel(
         dtypes=_HALF,
@@ -54,6 +87,54 @@ KERNELS: dict[str, Kernel] = {
             Row(64, 128, 128, 128, 1, 2, "placeholder"),
             Row(128, 128, 64, 128, 1, 2, "placeholder"),
             Row(256, 128, 64, 256, 1, 1, "placeholder"),
+        ),
+    ),
+    "fwd_simt": Kernel(
+        dtypes=_FULL,
+        min_capability=(7, 5),
+        only_capability=None,
+        pad=16,
+        smem_bytes=_fwd_simt_smem,
+        rows=(
+            _simt(64, 128, 64, 128, (8, 64, 64), 2, 4, _BLOCKS),
+            _simt(64, 128, 64, 128, (8, 32, 32), 2, 4, _LESS_SMEM),
+            _simt(64, 64, 64, 128, (8, 32, 32), 2, 4, _LEAST_SMEM),
+            _simt(128, 64, 128, 128, (16, 32, 32), 2, 4, _BLOCKS),
+            _simt(128, 64, 64, 128, (16, 32, 16), 2, 4, _LESS_SMEM),
+            _simt(128, 32, 64, 128, (16, 32, 16), 2, 4, _LEAST_SMEM),
+            _simt(256, 64, 64, 128, (16, 32, 8), 2, 4, "8 x 16 results of p v a thread are all that registers hold"),
+            _simt(256, 64, 32, 128, (16, 32, 8), 2, 4, _LESS_SMEM),
+            _simt(256, 32, 32, 128, (16, 32, 8), 2, 4, _LEAST_SMEM),
+            _simt(64, 64, 64, 128, (16, 32, 32), 2, 8, "float64: as many register bytes as float32 with 8 x 8"),
+            _simt(64, 32, 64, 128, (16, 32, 16), 2, 8, _LEAST_SMEM),
+            _simt(128, 32, 64, 128, (16, 16, 8), 2, 8, "4 rows a thread: 8 x 8 results would not fit the registers"),
+            _simt(128, 32, 32, 128, (16, 16, 8), 2, 8, _LEAST_SMEM),
+            _simt(256, 32, 64, 128, (16, 16, 4), 2, 8, "4 x 16 results of p v a thread are all that registers hold"),
+            _simt(256, 32, 32, 128, (16, 16, 4), 2, 8, _LESS_SMEM),
+            _simt(256, 16, 32, 128, (16, 16, 4), 2, 8, _LEAST_SMEM),
+        ),
+    ),
+    "bwd_simt": Kernel(
+        dtypes=_FULL,
+        min_capability=(7, 5),
+        only_capability=None,
+        pad=16,
+        smem_bytes=_bwd_simt_smem,
+        rows=(
+            _simt(64, 64, 64, 128, (8, 64, 64), 2, 4, "both operands of the own rows resident, two CTAs"),
+            _simt(64, 64, 64, 128, (8, 16, 16), 2, 4, _LEAST_SMEM),
+            _simt(128, 64, 64, 128, (16, 32, 16), 2, 4, "dk and dv with 8 x 8 results a thread each, two CTAs"),
+            _simt(128, 64, 64, 128, (16, 16, 8), 2, 4, _LESS_SMEM),
+            _simt(128, 32, 32, 128, (16, 32, 16), 2, 4, _LEAST_SMEM),
+            _simt(256, 64, 64, 256, (16, 64, 16), 1, 4, "dk and dv with 4 x 16 results a thread each"),
+            _simt(256, 32, 32, 128, (16, 64, 8), 2, 4, _LESS_SMEM),
+            _simt(256, 16, 16, 128, (16, 32, 8), 2, 4, _LEAST_SMEM),
+            _simt(64, 32, 32, 128, (16, 32, 16), 2, 8, "float64: half the rows, so that two or more CTAs fit"),
+            _simt(128, 32, 32, 128, (16, 32, 8), 2, 8, "dk and dv with 4 x 8 results a thread each, two CTAs"),
+            _simt(128, 16, 16, 128, (16, 32, 8), 2, 8, _LEAST_SMEM),
+            _simt(256, 32, 32, 256, (16, 16, 4), 1, 8, "dk and dv with 2 x 16 results a thread each"),
+            _simt(256, 16, 16, 128, (16, 16, 4), 2, 8, _LESS_SMEM),
+            _simt(256, 8, 8, 64, (8, 16, 2), 2, 8, _LEAST_SMEM),
         ),
     ),
 }
