@@ -84,7 +84,8 @@ def compile_program(text: str, name: str, arch: str) -> tuple[bytes, str]:
         except nvrtc.NVRTCError as error:
             raise CompileError(f"NVRTC {nvrtc.getVersion()} could not compile {name} for {arch} ({error}):\n"
                                f"{nvrtc.getProgramLog(handle)}") from error
-        return nvrtc.getCUBIN(handle), nvrtc.getProgramLog(handle)
+        # CuPy cuts off the last byte as if it ended a string: a zero, without which NVIDIA's tools reject the file.
+        return nvrtc.getCUBIN(handle) + b"\0", nvrtc.getProgramLog(handle)
     finally:
         nvrtc.destroyProgram(handle)
 
