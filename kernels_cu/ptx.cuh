@@ -41,6 +41,13 @@ __device__ __forceinline__ float lg2(float x) {
   return y;
 }
 
+// No instruction at all: x, of unknown origin. What is derived from it is computed where it is used, instead of ahead
+// of a loop, where it would take registers throughout.
+__device__ __forceinline__ int opaque(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // ---- Shared memory --------------------------------------------------------------------------------------------------
 
 // 9.7.9.20 cvta: the address that instructions on shared memory take. Linear in the pointer.
@@ -90,18 +97,24 @@ __device__ __forceinline__ void st_global_v4(void* dst, const unsigned (&x)[4]) 
                :: "l"(dst), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
 }
 
-// 9.7.13.9 red: *dst += x without waiting for the result. v4 needs dst aligned to 16 bytes; before sm_90 it is four adds.
-__device__ __forceinline__ void red_add(float* dst, float x) {
-  asm volatile("red.global.add.f32 [%0], %1;" :: "l"(dst), "f"(x) : "memory");
+// 9.7.13.9 red: *dst += x without waiting for the result, if valid. v4 needs dst aligned to 16 bytes; before sm_90 it is
+// four adds.
+__device__ __forceinline__ void red_add(float* dst, float x, bool valid = true) {
+  asm volatile("{ .reg .pred p; setp.ne.s32 p, %2, 0; @p red.global.add.f32 [%0], %1; }"
+               :: "l"(dst), "f"(x), "r"((int)valid) : "memory");
 }
-__device__ __forceinline__ void red_add_v4(float* dst, const float (&x)[4]) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
-               :: "l"(dst), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
-#else
-  for (int i = 0; i < 4; i++) red_add(dst + i, x[i]);
-#endif
+constexpr bool VECTOR_RED = true;  // whether red_add_v4 is one instruction
+__device__ __forceinline__ void red_add_v4(float* dst, const float (&x)[4], bool valid = true) {
+  asm volatile("{ .reg .pred p; setp.ne.s32 p, %5, 0; @p red.global.add.v4.f32 [%0], {%1, %2, %3, %4}; }"
+               :: "l"(dst), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "r"((int)valid) : "memory");
 }
+#else
+constexpr bool VECTOR_RED = false;
+__device__ __forceinline__ void red_add_v4(float* dst, const float (&x)[4], bool valid = true) {
+  for (int i = 0; i < 4; i++) red_add(dst + i, x[i], valid);
+}
+#endif
 
 // ---- Barriers and flags ---------------------------------------------------------------------------------------------
 
@@ -131,6 +144,12 @@ __device__ __forceinline__ void red_release_add(int* flag, int x) {
 // valid (src is then not read). 16-byte copies bypass L1.
 template <int BYTES> __device__ __forceinline__ void cp_async(unsigned smem_dst, const void* gmem_src, bool valid) {
   static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "cp.async copies 4, 8 or 16 bytes");
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+  // Through registers, and complete on return.
+  unsigned x[BYTES / 4] = {};
+  for (int i = 0; valid && i < BYTES / 4; i++) x[i] = static_cast<const unsigned*>(gmem_src)[i];
+  for (int i = 0; i < BYTES / 4; i++) st_shared(smem_dst + 4 * i, x[i]);
+#else
   const int bytes = valid ? BYTES : 0;
   if constexpr (BYTES == 16) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
@@ -139,14 +158,21 @@ template <int BYTES> __device__ __forceinline__ void cp_async(unsigned smem_dst,
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
                  :: "r"(smem_dst), "l"(gmem_src), "n"(BYTES), "r"(bytes) : "memory");
   }
+#endif
 }
 
 // 9.7.9.25.3.2 cp.async.commit_group: this thread's copies since the last commit become one group.
-__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void cp_async_commit() {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
 
 // 9.7.9.25.3.3 cp.async.wait_group: until at most the N latest groups of this thread are pending.
 template <int N> __device__ __forceinline__ void cp_async_wait() {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory");
+#endif
 }
 
 // ---- sm_80: tensor cores --------------------------------------------------------------------------------------------

@@ -23,6 +23,15 @@ template <int COLS> struct Swizzle {
   }
 };
 
+// Nonzero if one of a pair of elements is inf or NaN: its exponent is all ones, so adding 1 to that carries out.
+template <class Element> __device__ __forceinline__ u32 nonfinite(u32 pair);
+template <> __device__ __forceinline__ u32 nonfinite<bf16>(u32 pair) {
+  return ((pair & 0x7fff7fff) + 0x00800080) & 0x80008000;
+}
+template <> __device__ __forceinline__ u32 nonfinite<fp16>(u32 pair) {
+  return ((pair & 0x7fff7fff) + 0x04000400) & 0x80008000;
+}
+
 // A tile's place in global memory. `rows` and `cols` are how many exist from `data` on; both may exceed the tile.
 template <class Element> struct GmemTile {
   Element* data;  // row 0, column 0
@@ -30,13 +39,18 @@ template <class Element> struct GmemTile {
   int rows, cols;
 };
 
-// The threads of a copy: SPAN of them share a row (so a row is read in whole 32-byte sectors or 128-byte lines), every
-// thread keeps its chunk's swizzle from row to row, and all its addresses but the row's are constants apart.
+// The threads of a copy: SPAN of them share a row (so it is read in whole 32-byte sectors or 128-byte lines), and a
+// thread's chunks differ by constants in shared memory.
 template <int ROWS, int COLS, int THREADS> struct CopyMap {
-  static constexpr int SPAN = Swizzle<COLS>::SPAN;
-  static constexpr int ROW_STEP = THREADS / SPAN, STEPS = (ROWS + ROW_STEP - 1) / ROW_STEP, COL_STEPS = COLS / (SPAN * 8);
+  static constexpr int SPAN = Swizzle<COLS>::SPAN, COL_STEPS = COLS / (SPAN * CHUNK_ELEMENTS);
+  static constexpr int ROW_STEP = THREADS / SPAN, STEPS = (ROWS + ROW_STEP - 1) / ROW_STEP;
   static constexpr bool EXACT = ROWS % ROW_STEP == 0;
-  static_assert(THREADS % SPAN == 0, "whole rows of threads");
+  static_assert(THREADS % SPAN == 0 && (ROW_STEP % 8 == 0 || ROW_STEP == 4), "the rows' swizzle keys combine by xor");
+  // The address of a thread's chunk i * ROW_STEP rows down and j * SPAN chunks sideways from its first.
+  static __device__ __forceinline__ u32 step(u32 first, int i, int j) {
+    return (first ^ Swizzle<COLS>::key(i * ROW_STEP) * CHUNK_BYTES) + i * ROW_STEP * Swizzle<COLS>::ROW_BYTES +
+           j * SPAN * CHUNK_BYTES;
+  }
 };
 
 // gmem -> smem by THREADS threads, `thread` = 0 .. THREADS - 1. What does not exist becomes zero: rows at and past
@@ -47,17 +61,17 @@ template <int ROWS, int COLS, bool WIDE, bool RAGGED, bool TAIL, int THREADS, cl
 __device__ __forceinline__ void load_tile(Element* tile_smem, const GmemTile<const Element>& src, int thread) {
   using Map = CopyMap<ROWS, COLS, THREADS>;
   const int row0 = thread / Map::SPAN, col0 = thread % Map::SPAN * CHUNK_ELEMENTS;
-  const u32 tile = smem_u32(tile_smem);
+  const u32 first = smem_u32(tile_smem) + Swizzle<COLS>::offset(row0, col0);
+  const Element* row_gmem = src.data + row0 * src.row_stride;
 #pragma unroll
-  for (int i = 0; i < Map::STEPS; i++) {
+  for (int i = 0; i < Map::STEPS; i++, row_gmem += Map::ROW_STEP * src.row_stride) {
     const int row = row0 + i * Map::ROW_STEP;
     if (!Map::EXACT && row >= ROWS) break;
     const bool row_ok = !TAIL || row < src.rows;
-    const Element* row_gmem = src.data + row * src.row_stride;
 #pragma unroll
     for (int j = 0; j < Map::COL_STEPS; j++) {
       const int col = col0 + j * Map::SPAN * CHUNK_ELEMENTS;
-      const u32 dst = tile + Swizzle<COLS>::offset(row, col);
+      const u32 dst = Map::step(first, i, j);
       if constexpr (WIDE) {
         cp_async<CHUNK_BYTES>(dst, row_gmem + col, row_ok && (!RAGGED || col < src.cols));
       } else {
@@ -79,18 +93,18 @@ template <int ROWS, int COLS, bool WIDE, bool RAGGED, int THREADS, class Element
 __device__ __forceinline__ void store_tile(const GmemTile<Element>& dst, const Element* tile_smem, int thread) {
   using Map = CopyMap<ROWS, COLS, THREADS>;
   const int row0 = thread / Map::SPAN, col0 = thread % Map::SPAN * CHUNK_ELEMENTS;
-  const u32 tile = smem_u32(tile_smem);
+  const u32 first = smem_u32(tile_smem) + Swizzle<COLS>::offset(row0, col0);
+  Element* row_gmem = dst.data + row0 * dst.row_stride;
 #pragma unroll
-  for (int i = 0; i < Map::STEPS; i++) {
+  for (int i = 0; i < Map::STEPS; i++, row_gmem += Map::ROW_STEP * dst.row_stride) {
     const int row = row0 + i * Map::ROW_STEP;
     if ((!Map::EXACT && row >= ROWS) || row >= dst.rows) break;
-    Element* row_gmem = dst.data + row * dst.row_stride;
 #pragma unroll
     for (int j = 0; j < Map::COL_STEPS; j++) {
       const int col = col0 + j * Map::SPAN * CHUNK_ELEMENTS;
       if (RAGGED && col >= dst.cols) continue;
       u32 chunk[CHUNK_ELEMENTS / 2];
-      ld_shared_v4(chunk, tile + Swizzle<COLS>::offset(row, col));
+      ld_shared_v4(chunk, Map::step(first, i, j));
       if constexpr (WIDE) {
         st_global_v4(row_gmem + col, chunk);
       } else {
