@@ -1,0 +1,91 @@
+// What the Hopper kernels share besides instructions: rings of buffers, accumulators on their way to global memory, and
+// scores of a single warp.
+#pragma once
+#include "ptx_sm90.cuh"
+
+// A tile in shared memory is [chunks][rows][CHUNK]: see ptx_sm90.cuh.
+constexpr int WARP = 32, WARPGROUP = 128, CHUNK = 64, CHUNK_ROW_BYTES = 128, UNIT_BYTES = 16;
+
+// A position that goes round a ring of COUNT buffers, and the parity of the mbarrier phase that it is in.
+template <int COUNT> struct Ring {
+  int index = 0;
+  u32 parity = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++index == COUNT) index = 0, parity ^= 1;
+  }
+};
+
+// Transposes the 4 x 4 matrix whose row t lane t of each quad holds: afterwards x[i] is what lane i had in x[t].
+__device__ __forceinline__ void transpose_quad(u32 (&x)[4], int lane) {
+#pragma unroll
+  for (int bit = 1; bit <= 2; bit *= 2) {
+    const bool high = lane & bit;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      if (i & bit) continue;
+      const u32 got = __shfl_xor_sync(~0u, high ? x[i] : x[i + bit], bit);
+      x[i] = high ? got : x[i];
+      x[i + bit] = high ? x[i + bit] : got;
+    }
+  }
+}
+
+// A warp's 16 rows of an accumulator (64, COLUMNS), each times its factor and rounded, straight from registers to
+// global memory, 16 bytes a lane and 64 a row: rows below `rows` and columns below `columns`. Row 0 is the warp's first.
+template <int COLUMNS, class Element>
+__device__ __forceinline__ void store_accumulator(Element* gmem, i64 row_stride, int rows, int columns,
+                                                  const float (&acc_rmem)[COLUMNS / 2], const float (&factor)[2],
+                                                  int lane) {
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const int row = lane / 4 + 8 * r;
+    Element* row_gmem = gmem + row * row_stride;
+#pragma unroll
+    for (int j0 = 0; j0 < COLUMNS / 8; j0 += 4) {
+      u32 x[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int j = j0 + i < COLUMNS / 8 ? j0 + i : j0;  // past the last column: stored by no lane
+        x[i] = pack2<Element>(acc_rmem[4 * j + 2 * r] * factor[r], acc_rmem[4 * j + 2 * r + 1] * factor[r]);
+      }
+      transpose_quad(x, lane);
+      const int column = (j0 + lane % 4) * 8;
+      if (row < rows && column < columns) st_global_v4(row_gmem + column, x);
+    }
+  }
+}
+
+// The 16-byte unit `unit` of row `row` in a tile of `rows` rows.
+__device__ __forceinline__ u32 unit_address(u32 tile, int rows, int row, int unit) {
+  constexpr int UNITS = CHUNK_ROW_BYTES / UNIT_BYTES;
+  return tile + (unit / UNITS * rows + row) * CHUNK_ROW_BYTES + (unit % UNITS ^ row % UNITS) * UNIT_BYTES;
+}
+
+// s(16, N) = a(16, 16 * STEPS) * b(N, 16 * STEPS)T by one warp alone, with mma.sync, in the layout of a warp's part of a
+// wgmma accumulator. `a` is a tile of A_ROWS rows, of which the warp takes 16 from `a_row` on. Slow and small: for what
+// happens rarely.
+template <class Element, int A_ROWS, int N, int STEPS>
+__device__ __forceinline__ void warp_products(float (&s_rmem)[N / 2], u32 a, int a_row, u32 b, int lane) {
+#pragma unroll
+  for (int i = 0; i < N / 2; i++) s_rmem[i] = 0;
+  const int second = lane / 8 % 2, third = lane / 16;  // lane l gives row l % 8 of matrix l / 8 = 2 * third + second
+#pragma unroll 1
+  for (int step = 0; step < STEPS; step++) {
+    u32 a_rmem[4];
+    ldmatrix_x4(a_rmem, unit_address(a, A_ROWS, a_row + second * 8 + lane % 8, 2 * step + third));
+#pragma unroll
+    for (int n = 0; n < N; n += 16) {
+      u32 b_rmem[4];
+      ldmatrix_x4(b_rmem, unit_address(b, N, n + third * 8 + lane % 8, 2 * step + second));
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        float* s = s_rmem + (n / 8 + half) * 4;
+        float d[4] = {s[0], s[1], s[2], s[3]};
+        mma_m16n8k16<Element>(d, a_rmem, b_rmem[2 * half], b_rmem[2 * half + 1]);
+#pragma unroll
+        for (int i = 0; i < 4; i++) s[i] = d[i];
+      }
+    }
+  }
+}
