@@ -11,6 +11,7 @@ import hashlib
 import os
 import re
 import shutil
+import struct
 import subprocess
 import tempfile
 import threading
@@ -25,10 +26,10 @@ _HERE = Path(__file__).resolve().parent
 _DEVICE = _HERE / "device"
 _RUNTIME = _HERE / "runtime"
 _COMMON_FLAGS = ("-std=c++20", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off")
-_RUNTIME_FLAGS = (*_COMMON_FLAGS, "-O2")
+_RUNTIME_FLAGS = (*_COMMON_FLAGS, "-O3", "-Wall", "-Wextra")
 # The sanitizers' calls end in runtime/hooks.cpp: nothing is linked from the compiler's sanitizer libraries.
 _CHECKS = ("-fsanitize=thread,alignment,bounds", "-fno-sanitize-recover=alignment,bounds")
-_KERNEL_FLAGS = (*_COMMON_FLAGS, "-O1", "-g1", "-w", "-fno-exceptions", "-fno-rtti", *_CHECKS)
+_KERNEL_FLAGS = (*_COMMON_FLAGS, "-O1", "-g1", "-gdwarf-4", "-w", "-fno-exceptions", "-fno-rtti", *_CHECKS)
 _POISON = 0xFF
 
 
@@ -256,6 +257,25 @@ class Memory:
     @staticmethod
     def _low(array: np.ndarray) -> int:
         return np.lib.array_utils.byte_bounds(array)[0] if array.size else array.ctypes.data
+
+
+_TENSOR_MAP = struct.Struct("<QQ4Q4I4III")  # emu::TensorMap
+_TENSOR_MAP_MAGIC, _TENSOR_MAP_BYTES = 0x70616D726F736E65, 128
+
+
+def tensor_map(
+    pointer: int,
+    stride_bytes: Sequence[int],
+    extents: Sequence[int],
+    box: Sequence[int],
+    element_bytes: int,
+    swizzle_bytes: int = 0,
+) -> bytes:
+    """The 128 bytes that stand for a CUtensorMap of four dimensions, innermost first."""
+    packed = _TENSOR_MAP.pack(
+        _TENSOR_MAP_MAGIC, pointer, *stride_bytes, *extents, *box, element_bytes, swizzle_bytes
+    )
+    return packed.ljust(_TENSOR_MAP_BYTES, b"\0")
 
 
 # ---- running ---------------------------------------------------------------------------------------------------------

@@ -130,7 +130,7 @@ EMU_SHUFFLE(__shfl_xor_sync, XOR, int)
 // ---- atomics and fences ----------------------------------------------------------------------------------------------
 // Threads change places only at calls of the runtime, so the plain operation is atomic.
 template <class T> T emu_atomic(T* p, emu::Site site, T (*change)(T, T), T operand) {
-  emu::atomic_point(p, sizeof(T), false, site);
+  emu::atomic_point(p, sizeof(T), true, false, site);
   const T old = *p;
   *p = change(old, operand);
   return old;
@@ -147,14 +147,14 @@ EMU_ATOMIC(atomicExch, (void(a), b))
 EMU_ATOMIC(atomicOr, a | b)
 #undef EMU_ATOMIC
 template <class T> T atomicCAS(T* p, T expected, T desired, EMU_SITE) {
-  emu::atomic_point(p, sizeof(T), true, site);
+  emu::atomic_point(p, sizeof(T), true, true, site);
   const T old = *p;
   if (old == expected) *p = desired;
   return old;
 }
 inline void __threadfence(EMU_SITE) { emu::pause(site); }
 inline void __threadfence_block(EMU_SITE) { emu::pause(site); }
-inline void __nanosleep(unsigned, EMU_SITE) { emu::atomic_point(nullptr, 0, true, site); }
+inline void __nanosleep(unsigned, EMU_SITE) { emu::atomic_point(nullptr, 0, false, true, site); }
 template <class T> T __ldg(const T* p) { return *p; }
 inline void __trap(EMU_SITE) { emu::trap("__trap", site); }
 extern "C" int printf(const char*, ...);

@@ -36,7 +36,7 @@ void store_global(void* gmem, const void* registers, unsigned bytes, Site site);
 void add_global(float* gmem, const float* registers, unsigned count, Site site);  // red.add
 // Comes before an atomic access to global memory: another thread may get in between. `polling`: the kernel may be waiting
 // there for a value that another thread writes.
-void atomic_point(const void* gmem, unsigned bytes, bool polling, Site site);
+void atomic_point(const void* gmem, unsigned bytes, bool write, bool polling, Site site);
 void pause(Site site);  // a place where another thread may run
 [[noreturn]] void trap(const char* what, Site site);
 

@@ -13,6 +13,8 @@ inline float emu_flush(float x) { return __builtin_fabsf(x) < 0x1p-126f ? __buil
 inline float ex2(float x) { return emu_flush(exp2f(emu_flush(x))); }
 inline float lg2(float x) { return emu_flush(log2f(emu_flush(x))); }
 
+inline int opaque(int x) { return x; }
+
 inline unsigned smem_u32(const void* p, EMU_SITE) { return emu::shared_address(p, site); }
 
 inline void ldmatrix_x4(unsigned (&d)[4], unsigned smem, EMU_SITE) { emu::load_matrices(d, 4, smem, false, site); }
@@ -27,8 +29,29 @@ inline void st_shared_v4(unsigned smem, const unsigned (&x)[4], EMU_SITE) { emu:
 inline void ld_global_v4(unsigned (&d)[4], const void* src, EMU_SITE) { emu::load_global(d, src, 16, site); }
 inline void st_global_v4(void* dst, const unsigned (&x)[4], EMU_SITE) { emu::store_global(dst, x, 16, site); }
 
-inline void red_add(float* dst, float x, EMU_SITE) { emu::add_global(dst, &x, 1, site); }
-inline void red_add_v4(float* dst, const float (&x)[4], EMU_SITE) { emu::add_global(dst, x, 4, site); }
+constexpr bool VECTOR_RED = true;
+inline void red_add(float* dst, float x, bool valid = true, EMU_SITE) {
+  if (valid) emu::add_global(dst, &x, 1, site);
+}
+inline void red_add_v4(float* dst, const float (&x)[4], bool valid = true, EMU_SITE) {
+  if (valid) emu::add_global(dst, x, 4, site);
+}
+
+inline void named_barrier_sync(int id, int threads, EMU_SITE) {
+  emu::cta_barrier(id, threads, true, emu::Vote::OR, 0, site);
+}
+inline void named_barrier_arrive(int id, int threads, EMU_SITE) {
+  emu::cta_barrier(id, threads, false, emu::Vote::OR, 0, site);
+}
+
+inline int ld_acquire(const int* flag, EMU_SITE) {
+  emu::atomic_point(flag, 4, false, true, site);
+  return *flag;
+}
+inline void red_release_add(int* flag, int x, EMU_SITE) {
+  emu::atomic_point(flag, 4, true, false, site);
+  *flag += x;
+}
 
 template <int BYTES> inline void cp_async(unsigned smem_dst, const void* gmem_src, bool valid, EMU_SITE) {
   static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "cp.async copies 4, 8 or 16 bytes");

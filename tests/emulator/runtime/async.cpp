@@ -57,8 +57,8 @@ void finish_copies(Thread& thread) {
 
 // ---- global memory between threads -----------------------------------------------------------------------------------
 
-void atomic_point(const void* gmem, unsigned bytes, bool polling, Site site) {
-  if (in_arena(gmem)) check_plain(static_cast<const char*>(gmem), bytes, Access::WRITE, site);
+void atomic_point(const void* gmem, unsigned bytes, bool write, bool polling, Site site) {
+  if (bytes) check_plain(static_cast<const char*>(gmem), bytes, write ? Access::WRITE : Access::READ, site);
   if (polling) return poll(site);
   pause(site);
 }

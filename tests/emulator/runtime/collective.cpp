@@ -211,7 +211,8 @@ void leave(Thread& thread) {
   Warp& warp = *thread.warp;
   Cta& cta = *thread.cta;
   finish_copies(thread);
-  finish_stores(thread, true);
+  finish_stores(thread);
+  finish_products(thread);
   warp.alive &= ~(1u << thread.lane);
   cta.alive--;
   for (auto& meeting : warp.collectives) {

@@ -72,7 +72,7 @@ struct BulkStore {
   char* gmem;
   int coordinates[TENSOR_RANK];
   std::vector<unsigned char> data;  // once read
-  bool read, written;
+  bool read, written, awaited;      // awaited: the issuer knows that it has been read
   Where where;
 };
 
@@ -133,14 +133,15 @@ struct NamedBarrier {
 };
 
 struct Mbarrier {
-  unsigned expected, pending, phase = 0, index;
-  int64_t bytes = 0;
-  uint32_t first_step = 0;   // of its agent
-  bool fenced = false;       // since initialisation, so that TMA may use it
-  unsigned initialiser = 0;  // a thread, and its step then
-  uint32_t initialised = 0;
+  unsigned expected, pending, phase, index;
+  int64_t bytes;              // that this phase still waits for
+  uint64_t pattern;           // what its memory holds
+  bool fenced;                // since initialisation, so that TMA may use it
+  unsigned initialiser;       // a thread, and its step then
+  uint32_t initialised, first_step;
   std::vector<Thread*> waiting;
-  Clock arriving, complete;  // what the current and the last phase's arrivals know
+  Clock arriving, complete;   // what those who arrived know, and of the phases completed
+  uint32_t step() const { return first_step + phase; }  // of its agent in the clocks, for this phase's bytes
 };
 
 struct Cta {
@@ -216,14 +217,22 @@ std::string describe_wait(const Wait& wait);
 // Once every lane of the mask has come to the instruction, `act` sees their slots.
 void collective(const char* name, uint64_t variant, unsigned mask, void* slot, Where where, void (*act)(Warp&, Collective&));
 
-// async.cpp, bulk.cpp, wgmma.cpp
+// async.cpp
 void finish_copies(Thread& thread);
-void finish_stores(Thread& thread, bool exiting);
-bool land_bulk_load();                   // one of those in flight; false: none is
-void forget_bulk_loads();
+
+// mbarrier.cpp, bulk.cpp
+Mbarrier& mbarrier_at(unsigned address, const char* does, Where where);
+void complete_bytes(Mbarrier& barrier, unsigned bytes, Where where);
 std::string describe_mbarrier(const void* barrier, unsigned parity);
-void complete_bytes(Cta& cta, unsigned barrier, unsigned bytes, Where where);
-void check_warpgroups(Cta& cta);
+unsigned loads_in_flight(const Mbarrier& barrier);
+bool land_bulk_load();                   // one of those in flight; false: none is
+void check_bulk_loads(const Cta& cta);   // none may outlive its CTA
+void forget_bulk_loads();
+void finish_stores(Thread& thread);
+
+// wgmma.cpp
+void check_warpgroups(const Cta& cta);   // their warps must have done the same
+void finish_products(Thread& thread);
 
 // race.cpp. An access is ordered after another if a chain of barriers leads from it to the accessing thread. Accesses by
 // the asynchronous proxy (TMA and wgmma) belong to agents, which are members of the clocks as threads are.
@@ -233,6 +242,7 @@ void begin_cta(Cta& cta);
 bool knows(const Thread& thread, unsigned member, uint32_t step);
 void release(Thread& thread, Clock& into);
 void acquire(Thread& thread, const Clock& from);
+void knows_agent(Thread& thread, unsigned agent, uint32_t step);
 void access(Thread& thread, unsigned offset, unsigned bytes, Access access, Where where);
 void begin_write(Thread& thread, unsigned offset, unsigned bytes, Where where);  // of a cp.async
 void finish_write(Thread& thread, unsigned offset, unsigned bytes);

@@ -138,6 +138,10 @@ void acquire(Thread& thread, const Clock& from) {
   for (size_t i = 0; i < from.size(); i++) thread.clock[i] = std::max(thread.clock[i], from[i]);
 }
 
+void knows_agent(Thread& thread, unsigned agent, uint32_t step) {
+  if (!off()) thread.clock[agent] = std::max(thread.clock[agent], step);
+}
+
 void access(Thread& thread, unsigned offset, unsigned bytes, Access access, Where where) {
   if (off()) return;
   if (access == Access::WRITE) return write(thread, offset, bytes, thread.clock[thread.index], where);

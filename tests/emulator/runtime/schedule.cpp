@@ -27,7 +27,7 @@ std::vector<unsigned> remaining; // CTAs to start, last one first
 uint32_t until_redraw;
 unsigned idle_polls;
 Cta* finished;
-bool failed;
+bool failed, on_main = true;
 struct Failed {};                // thrown where no thread runs
 std::string error_kind, error_text;
 
@@ -106,6 +106,7 @@ void switch_to(Fiber& from, Thread* to) {
   machine.current = to;
   place = to ? &to->place : nullptr;
   without_switch = 0;
+  on_main = !to;
   Fiber& fiber = to ? to->fiber : main_fiber;
   if (&from != &fiber) fiber_switch(from, fiber);
 }
@@ -148,6 +149,7 @@ void start_cta(unsigned slot) {
 void end_cta(unsigned slot) {
   Cta& cta = *machine.ctas[slot];
   check_warpgroups(cta);
+  check_bulk_loads(cta);
   std::erase_if(order, [&](Warp* warp) { return warp->cta == &cta; });
   machine.ctas[slot].reset();
 }
@@ -263,7 +265,7 @@ void fail(const char* kind, const char* format, ...) {
   error_kind = kind;
   error_text = text.data();
   failed = true;
-  if (!machine.current) throw Failed();
+  if (on_main) throw Failed();
   Fiber abandoned;
   switch_to(abandoned, nullptr);
   __builtin_unreachable();

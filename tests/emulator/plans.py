@@ -1,0 +1,127 @@
+"""Runs whole plans in the emulator: a call given by NumPy arrays, planned for some GPU, all its launches."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+from collections.abc import Iterable
+from functools import cache
+
+import emulator
+import numpy as np
+
+from pyflash import params, problem, source
+from pyflash.plan import Launch, Plan, plan
+from pyflash.problem import DTYPES, Problem, Tensor
+from pyflash.device import Device
+
+TMA_ALIGNMENT, TMA_BOX, TMA_RANK = 16, 256, 4
+
+
+def numpy_dtype(name: str) -> np.dtype:
+    if name == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)
+
+
+def tensor_of(array: np.ndarray) -> Tensor:
+    """What the planner is told of an array."""
+    strides = tuple(stride // array.itemsize for stride in array.strides)
+    address = array.ctypes.data
+    return Tensor(array.shape, strides, array.dtype.name, min(16, address & -address))
+
+
+def make_problem(arrays: dict[str, np.ndarray], *, backward: bool = False, wants_lse: bool = True, **call) -> Problem:
+    """The problem of `arrays` (q, k, v; for a backward also dout, o, lse and perhaps dlse)."""
+    tensors = {name: tensor_of(array) for name, array in arrays.items()}
+    return problem.make(tensors, backward=backward, wants_lse=wants_lse and not backward, **call)
+
+
+@cache
+def _built(kernel: str, text: str) -> emulator.Kernel:
+    return emulator.build(text, kernel, source.headers(text))
+
+
+def build(launches: Iterable[Launch]) -> None:
+    """Compile kernels ahead, several at a time."""
+    programs = {(launch.kernel, source.program(launch)) for launch in launches}
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        for job in [pool.submit(_built, *program) for program in sorted(programs)]:
+            job.result()
+
+
+def _tensor_map(array: np.ndarray, pointer: int, box: tuple[int, int]) -> bytes:
+    """A tensor map as runtime/bulk.cpp reads it, held to the rules of cuTensorMapEncodeTiled."""
+    batch, seqlen, heads, head_dim = array.shape
+    strides = [array.strides[i] for i in (3, 1, 2, 0)]
+    extents = (head_dim, seqlen, heads, batch)
+    boxes = (*box, 1, 1)
+    legal = (
+        pointer % TMA_ALIGNMENT == 0
+        and strides[0] == array.itemsize
+        and all(s % TMA_ALIGNMENT == 0 and s >= 0 for s, n in zip(strides[1:], extents[1:], strict=True) if n > 1)
+        and all(0 < b <= TMA_BOX for b in boxes)
+        and all(extents)
+    )
+    if not legal:
+        raise emulator.EmulatorError("tensor map", f"{array.shape} with strides {array.strides} and box {box}")
+    return emulator.tensor_map(pointer, strides, extents, boxes, array.itemsize, swizzle_bytes=box[0] * array.itemsize)
+
+
+def _pack(launch: Launch, buffers: dict[str, emulator.Buffer]) -> bytes:
+    layout = params.layout(launch.kernel, launch.real)
+    pointers = {field: buffers[array].pointer for field, array in launch.arrays if field in layout.offsets}
+    data = layout.pack({**dict(launch.values), **pointers})
+    for field, spec in launch.tensor_maps:
+        buffer = buffers[spec.array]
+        start = layout.offsets[field]
+        data[start : start + 128] = _tensor_map(buffer.array, buffer.pointer, spec.box)
+    return bytes(data)
+
+
+def run_plan(
+    made: Plan, arrays: dict[str, np.ndarray], *, seed: int = 0, out: np.ndarray | None = None, **options
+) -> dict[str, np.ndarray]:
+    """The plan's outputs. Inputs are constant while it runs; outputs and workspace start as NaN; whatever is written
+    besides the outputs' elements is an error. `out` gives the layout of o, if the problem was told of one."""
+    made_problem = made.problem
+    build(made.launches)
+    tensors = dict(made_problem.tensors)
+    with emulator.Memory(seed) as memory:
+        buffers = {name: memory.constant(name, array) for name, array in arrays.items()}
+        outputs = {}
+        if out is not None:
+            outputs["o"] = memory.empty_like("o", out)
+        for name in made_problem.outputs:
+            outputs[name] = memory.empty(name, tensors[name].shape, numpy_dtype(tensors[name].dtype))
+        workspace = {piece.name: memory.empty(piece.name, piece.nbytes, np.uint8) for piece in made.workspace}
+        buffers |= outputs | workspace
+        for launch in made.launches:
+            kernel = _built(launch.kernel, source.program(launch))
+            emulator.run(
+                kernel, launch.grid, launch.block, launch.smem_bytes, _pack(launch, buffers), seed=seed, **options
+            )
+        for name, buffer in outputs.items():
+            buffer.check_gaps(name)
+        return {name: buffer.array.copy() for name, buffer in outputs.items()}
+
+
+def attention(
+    arrays: dict[str, np.ndarray],
+    device: Device,
+    families: tuple[str, ...],
+    *,
+    seed: int = 0,
+    out: np.ndarray | None = None,
+    emulation: dict[str, object] | None = None,
+    **call,
+) -> dict[str, np.ndarray]:
+    """Plan a call for `device` and run it: o (and lse), or dq, dk and dv if `arrays` hold dout."""
+    given = arrays if out is None else {**arrays, "o": out}
+    made = plan(make_problem(given, backward="dout" in arrays, **call), device, families)
+    return run_plan(made, arrays, seed=seed, out=out, **(emulation or {}))
+
+
+__all__ = ["DTYPES", "attention", "build", "make_problem", "numpy_dtype", "run_plan", "tensor_of"]
