@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from . import arrays, cpu, debug, device, features, problem
+from . import explain as explanation
 from .errors import Unsupported
 from .launch import WORKSPACE, Executable
 from .plan import plan
@@ -109,6 +110,38 @@ def flash_attention_backward(
     return results["dq"], results["dk"], results["dv"]
 
 
+def explain(q, k, v, *, softmax_scale=None, causal=False, backward=False, deterministic=False, gpu=None):
+    """What a call would run, why, and what the hardware could do at best. Nothing is launched.
+
+    Parameters
+    ----------
+    q, k, v, softmax_scale, causal
+        As for `flash_attention`.
+    backward : bool
+        Explain `flash_attention_backward`, with contiguous dout and out.
+    deterministic : bool
+        As for `flash_attention_backward`.
+    gpu : str, optional
+        Plan for this GPU, one of ``pyflash.device.KNOWN``, instead of the one that the arrays lie on.
+
+    Returns
+    -------
+    Explanation
+        Print it to read it; its attributes hold the plan and the figures.
+    """
+    given = {"q": q, "k": k, "v": v}
+    kind = arrays.common_kind(given)
+    views = {name: kind.view(array) for name, array in given.items()}
+    device_id = arrays.common_device(kind, views)
+    tensors = _tensors(kind, {name: kind.key(view) for name, view in views.items()})
+    options = {"softmax_scale": softmax_scale, "options": {"causal": causal}}
+    made = problem.make(tensors, backward=False, wants_lse=True, **options)
+    if backward:
+        made = problem.make(problem.backward_tensors(made), backward=True, deterministic=deterministic, **options)
+    here = device.present(device_id) if kind.gpu else None
+    return explanation.explain(made, here if gpu is None else device.named(gpu), debug.FAMILIES or FAMILIES)
+
+
 @dataclass(frozen=True)
 class _Prepared:
     """A call whose checks and plan are done: what to allocate and what to run."""
@@ -124,14 +157,18 @@ _prepared: dict[tuple, _Prepared] = {}
 _MAX_PREPARED = 4096
 
 
-def _prepare(kind: arrays.Kind, device_id: int | None, keys: dict[str, arrays.Key], causal: bool, **call) -> _Prepared:
+def _tensors(kind: arrays.Kind, keys: dict[str, arrays.Key]) -> dict[str, problem.Tensor]:
     tensors = {}
     for name, key in keys.items():
         try:
             tensors[name] = kind.tensor(key)
         except Unsupported as error:
-            raise Unsupported(f"{name}: {error}") from None
-    made = problem.make(tensors, options={"causal": causal}, **call)
+            raise Unsupported(f"{problem.argument(name)}: {error}") from None
+    return tensors
+
+
+def _prepare(kind: arrays.Kind, device_id: int | None, keys: dict[str, arrays.Key], causal: bool, **call) -> _Prepared:
+    made = problem.make(_tensors(kind, keys), options={"causal": causal}, **call)
     executable = None
     if kind.gpu:
         gpu = device.present(device_id)
@@ -198,7 +235,7 @@ def _launch(kind: arrays.Kind, executable: Executable, views: dict[str, object],
 def _check_target(kind: arrays.Kind, views: dict[str, object], made: problem.Problem) -> None:
     """`out` must not lie on the inputs: some of them are still to be read when its first rows are written."""
     if not kind.writable(views["o"]):
-        raise ValueError(f"out: got a {kind.name} array that is read-only, takes one that can be written to; call {made}")
+        raise ValueError(f"out: got a {kind.name} array that is read-only, takes one that can be written; call {made}")
     tensors = dict(made.tensors)
     low, high = arrays.byte_range(tensors["o"], kind.address(views["o"]))
     for name in "qkv":

@@ -213,49 +213,50 @@ def _library(array_type: type) -> str | None:
         # jax.Array is an abstract class: asking for the subclass relation sees its registered implementations.
         if isinstance(known, type) and issubclass(array_type, known):
             return library
-    if "jax" in sys.modules and issubclass(array_type, sys.modules["jax"].core.Tracer):
+    if issubclass(array_type, getattr(getattr(sys.modules.get("jax"), "core", None), "Tracer", ())):
         return "jax"
     return "dlpack" if hasattr(array_type, "__dlpack__") and hasattr(array_type, "__dlpack_device__") else None
 
 
 def kind_of(array, name: str) -> Kind:
     """The kind of an argument; `name` is for the error."""
+    name = argument(name)
     library = _library(type(array))
     if library == "cupy":
         return CUPY
     if library == "torch":
         if array.layout is not sys.modules["torch"].strided:
-            raise Unsupported(f"{argument(name)}: got a tensor of layout {array.layout}, takes torch.strided")
+            raise Unsupported(f"{name}: got a tensor of layout {array.layout}, takes torch.strided")
         if array.is_cuda:
             return TORCH
         if array.device.type == "cpu":
             dtype = str(array.dtype).removeprefix("torch.")
             if dtype not in DTYPES:  # not left to NumPy, which does not know them all
-                raise TypeError(f"{argument(name)}: got dtype {dtype}, takes one of {', '.join(DTYPES)}")
+                raise TypeError(f"{name}: got dtype {dtype}, takes one of {', '.join(DTYPES)}")
             return TORCH_CPU
-        raise Unsupported(f"{argument(name)}: got a torch tensor on {array.device}, takes one on a CUDA device or the CPU")
+        raise Unsupported(f"{name}: got a torch tensor on {array.device}, takes one on a CUDA device or the CPU")
     if library == "numpy":
         return NUMPY
     if library == "jax":
         if isinstance(array, sys.modules["jax"].core.Tracer):
             raise Unsupported(
-                f"{argument(name)}: got a JAX tracer; PyFlash launches its own kernels and cannot be traced: call outside jax.jit"
+                f"{name}: got a JAX tracer; PyFlash launches its own kernels and cannot be traced: call outside jax.jit"
             )
         platform = next(iter(array.devices())).platform
         if platform in ("gpu", "cuda"):
             return JAX
         if platform == "cpu":
             return JAX_CPU
-        raise Unsupported(f"{argument(name)}: got a JAX array on {platform}, takes one on a CUDA device or the CPU")
+        raise Unsupported(f"{name}: got a JAX array on {platform}, takes one on a CUDA device or the CPU")
     if library == "dlpack":
         device_type = array.__dlpack_device__()[0]
         if device_type == _DLPACK_CUDA:
             return DLPACK
         if device_type == _DLPACK_CPU:
             return DLPACK_CPU
-        raise Unsupported(f"{argument(name)}: got an array on DLPack device type {device_type}, takes 1 (CPU) or 2 (CUDA)")
+        raise Unsupported(f"{name}: got an array on DLPack device type {device_type}, takes 1 (CPU) or 2 (CUDA)")
     raise TypeError(
-        f"{argument(name)}: got {type(array).__module__}.{type(array).__qualname__}, takes an array of CuPy, NumPy, torch, JAX "
+        f"{name}: got {type(array).__module__}.{type(array).__qualname__}, takes an array of CuPy, NumPy, torch, JAX "
         "or any library with __dlpack__"
     )
 
@@ -274,7 +275,8 @@ def common_device(kind: Kind, views: dict[str, object]) -> int | None:
     (first, device), *rest = ((name, kind.device_id(view)) for name, view in views.items())
     for name, other in rest:
         if other != device:
-            raise ValueError(f"{argument(name)}: got an array on CUDA device {other}, takes one on device {device}, as {first}")
+            got, takes = f"an array on CUDA device {other}", f"one on device {device}, as {first}"
+            raise ValueError(f"{argument(name)}: got {got}, takes {takes}")
     return device
 
 

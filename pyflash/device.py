@@ -40,6 +40,14 @@ KNOWN = {
 }
 
 
+def named(name: str) -> Device:
+    """The GPU of KNOWN with this name, in any case of letters."""
+    found = next((device for key, device in KNOWN.items() if key.lower() == str(name).lower()), None)
+    if found is None:
+        raise ValueError(f"gpu: got {name!r}, takes one of {', '.join(KNOWN)}")
+    return found
+
+
 @cache
 def present(device_id: int) -> Device:
     """The GPU with CuPy's number `device_id`."""

@@ -83,6 +83,7 @@ def _visible_pairs(problem: Problem) -> int:
 def tile_row(launch: Launch) -> Row:
     """The row of tiles.py that a launch was built from."""
     cfg = dict(launch.config)
+    itemsize = next(dtype.itemsize for dtype in DTYPES.values() if dtype.element == cfg["Element"])
     fields = ("TILE_M", "TILE_N", "NUM_THREADS", "STAGES", "MIN_CTAS")
     return next(
         row
@@ -90,6 +91,7 @@ def tile_row(launch: Launch) -> Row:
         if tuple(cfg[f] for f in fields) == (row.tile_m, row.tile_n, row.threads, row.stages, row.min_ctas)
         and max(cfg["TILE_D"], cfg["TILE_DV"]) <= row.head_dim
         and row.causal in (None, cfg["CAUSAL"])
+        and row.itemsize in (None, itemsize)
         and all(cfg[name] == value for name, value in row.knobs)
     )
 

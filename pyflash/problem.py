@@ -229,3 +229,9 @@ def make(
         outputs=tuple(outputs),
         deterministic=deterministic,
     )
+
+
+def backward_tensors(forward: Problem) -> dict[str, Tensor]:
+    """What `make` takes for the backward of a forward call that returned lse, with contiguous out and dout."""
+    tensors = dict(forward.tensors)
+    return {**{name: tensors[name] for name in ("q", "k", "v", "o", "lse")}, "dout": tensors["o"]}

@@ -1,4 +1,4 @@
-"""Attention as a differentiable function of torch tensors. Imported by itself when a tensor that requires grad comes in.
+"""Attention as a differentiable function of torch tensors. Imported by itself when a torch tensor comes in.
 
 The functions that compute it are handed in, since those are what brings a tensor here.
 """

@@ -88,22 +88,22 @@ def example(
     **options: object,
 ) -> problem.Problem:
     """One valid call with contiguous arrays, those in `narrow` misaligned."""
-    seqlen_k, heads_kv, head_dim_v = seqlen_k or seqlen_q, heads_kv or heads, head_dim_v or head_dim
-    real = problem.REAL_DTYPES[problem.DTYPES[dtype].real]
+    seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
     shapes = {
         "q": (batch, seqlen_q, heads, head_dim),
-        "k": (batch, seqlen_k, heads_kv, head_dim),
-        "v": (batch, seqlen_k, heads_kv, head_dim_v),
+        "k": (batch, seqlen_k, heads_kv or heads, head_dim),
+        "v": (batch, seqlen_k, heads_kv or heads, head_dim_v or head_dim),
     }
-    if backward:
-        shapes |= dict.fromkeys(("dout", "o"), (batch, seqlen_q, heads, head_dim_v))
     given = {name: contiguous(shape, dtype) for name, shape in shapes.items()}
+    wants_lse = wants_lse or backward
+    made = problem.make(given, backward=False, softmax_scale=softmax_scale, wants_lse=wants_lse, options=options)
+    if not backward and not narrow:
+        return made
+    given = problem.backward_tensors(made) if backward else given
     for name in narrow:
         given[name] = given[name]._replace(alignment=problem.DTYPES[dtype].itemsize)
-    if backward:
-        given["lse"] = contiguous((batch, heads, seqlen_q), real)
-        if dlse:
-            given["dlse"] = given["lse"]
+    if backward and dlse:
+        given["dlse"] = given["lse"]
     return problem.make(
         given,
         backward=backward,

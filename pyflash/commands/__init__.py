@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from .. import problem
-from ..device import KNOWN, Device
-from ..problem import DTYPES, Problem, contiguous
+from ..device import Device, named
+from ..problem import DTYPES, Problem
 
 
 class Failed(Exception):
@@ -55,26 +55,21 @@ def problem_of(args: argparse.Namespace) -> Problem:
     seqlen_k = args.seqlen if args.seqlen_k is None else args.seqlen_k
     heads_kv = args.heads if args.kv_heads is None else args.kv_heads
     dim_v = args.head_dim if args.head_dim_v is None else args.head_dim_v
-    out = (args.batch, args.seqlen, args.heads, dim_v)
     shapes = {
         "q": (args.batch, args.seqlen, args.heads, args.head_dim),
         "k": (args.batch, seqlen_k, heads_kv, args.head_dim),
         "v": (args.batch, seqlen_k, heads_kv, dim_v),
-    } | (dict.fromkeys(("dout", "o"), out) if args.backward else {})
-    tensors = {name: contiguous(shape, args.dtype) for name, shape in shapes.items()}
-    if args.backward:
-        real = problem.REAL_DTYPES[DTYPES[args.dtype].real]
-        tensors["lse"] = contiguous((args.batch, args.heads, args.seqlen), real)
+    }
+    tensors = {name: problem.contiguous(shape, args.dtype) for name, shape in shapes.items()}
+    options = {"causal": args.causal}
     try:
-        return problem.make(
-            tensors,
-            backward=args.backward,
-            deterministic=args.backward and args.deterministic,
-            wants_lse=not args.backward,
-            options={"causal": args.causal},
-        )
+        made = problem.make(tensors, backward=False, wants_lse=True, options=options)
     except ValueError as error:
         raise Misused(str(error)) from error
+    if args.backward:
+        tensors = problem.backward_tensors(made)
+        made = problem.make(tensors, backward=True, deterministic=args.deterministic, options=options)
+    return made
 
 
 def present_gpu() -> Device | None:
@@ -92,7 +87,7 @@ def present_gpu() -> Device | None:
 
 def known_gpu(name: str) -> Device:
     """An argument that names a GPU."""
-    found = next((device for key, device in KNOWN.items() if key.lower() == name.lower()), None)
-    if found is None:
-        raise argparse.ArgumentTypeError(f"{name!r} is not known; choose from {', '.join(KNOWN)}")
-    return found
+    try:
+        return named(name)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

@@ -102,7 +102,8 @@ def _ordinary_both(xp, dout, q, k, v):
 def run(args: argparse.Namespace) -> int:
     gpu = None if args.cpu else present_gpu()
     machine = _Gpu(gpu.name) if gpu else _Machine()
-    seqlen, heads = args.seqlen or machine.seqlen, args.heads or machine.heads
+    seqlen = machine.seqlen if args.seqlen is None else args.seqlen
+    heads = machine.heads if args.heads is None else args.heads
     if not seqlen or not heads:
         raise Misused("--seqlen and --heads take at least 1")
     print(f"Causal attention on {machine.name}: {seqlen} tokens, {heads} heads of {machine.head_dim}, {machine.dtype}")

@@ -1,0 +1,165 @@
+"""The command line, through its real entry point, on a machine without a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pyflash import compile
+from pyflash.errors import CompileError
+
+ROOT = Path(__file__).parents[2]
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def pyflash(*arguments: str, before: str = "", **environment: str) -> subprocess.CompletedProcess:
+    """python -m pyflash, after the statements `before`, on a machine that shows no GPU."""
+    command = ["-m", "pyflash", *arguments]
+    if before:
+        code = f"{before}\nimport sys, runpy\nsys.argv[1:] = {list(arguments)!r}\n"
+        code += "runpy.run_module('pyflash', None, '__main__')"
+        command = ["-c", code]
+    return subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
+        env={**os.environ, **NO_GPU, **environment},
+    )
+
+
+WITHOUT_CUPY = "import sys; sys.modules['cupy'] = None"
+
+
+@pytest.mark.parametrize("command", ["demo", "doctor", "explain", "compile"])
+def test_help(command):
+    run = pyflash(command, "--help")
+    assert run.returncode == 0 and f"python -m pyflash {command}" in run.stdout
+    assert command in pyflash("--help").stdout
+
+
+MISUSES = [
+    "",
+    "dance",
+    "demo --no-such-option",
+    "demo --seqlen many",
+    "demo --seqlen -4",
+    "demo --seqlen 0",
+    "explain",
+    "explain --dtype int8",
+    "explain --gpu abacus",
+    "explain --gpu H200 --head-dim 300",
+    "explain --gpu H200 --heads 6 --kv-heads 4",
+    "compile",
+    "compile --arch sm_1",
+]
+
+
+@pytest.mark.parametrize("line", MISUSES)
+def test_misuse_is_said_briefly(line):
+    run = pyflash(*line.split(), before=WITHOUT_CUPY)
+    assert run.returncode == 2 and not run.stdout
+    assert "Traceback" not in run.stderr and 1 <= len(run.stderr.splitlines()) <= 12
+
+
+@pytest.mark.parametrize(
+    "line, choices",
+    [("explain --gpu abacus", "H200"), ("explain", "H200"), ("compile --arch sm_1", "sm_90"), ("compile", "sm_90"),
+     ("explain --dtype int8", "bfloat16")],
+)  # fmt: skip
+def test_misuse_is_told_the_choices(line, choices):
+    assert choices in pyflash(*line.split(), before=WITHOUT_CUPY).stderr
+
+
+@pytest.mark.parametrize("before", ["", WITHOUT_CUPY], ids=["as installed", "without CuPy"])
+def test_demo(before):
+    run = pyflash("demo", "--seqlen", "512", "--heads", "2", before=before)
+    assert run.returncode == 0, run.stderr
+    lines = run.stdout.splitlines()
+    assert "NumPy on the CPU" in lines[0] and "512 tokens" in lines[0]
+    assert "dq" in lines[1] and "bound" in lines[1]
+    table = {line[:20].strip(): line[20:].split() for line in lines if line[:1].isalpha()}
+    assert {"PyFlash", "ordinary attention", "saved"} <= table.keys()
+    assert all(float(x.rstrip("x")) > 0 for x in table["saved"])
+    assert lines[-1] == "All right." and len(lines) < 12
+
+
+def test_demo_fails_on_wrong_results():
+    before = "import pyflash.api as a; f = a.flash_attention_backward\n"
+    before += "def wrong(*x, **o):\n  dq, dk, dv = f(*x, **o); return dk, dq, dv\n"
+    before += "a.flash_attention_backward = wrong"
+    run = pyflash("demo", "--cpu", "--seqlen", "64", "--heads", "1", before=before)
+    assert run.returncode == 1 and "WRONG RESULTS" in run.stdout
+
+
+def test_doctor():
+    run = pyflash("doctor")
+    assert run.returncode == 0, run.stdout + run.stderr
+    for subject in ("Python", "pyflash", "driver", "CuPy", "NVRTC", "ml_dtypes", "torch", "jax", "cache", "NumPy"):
+        assert any(subject == line[11:22].strip() for line in run.stdout.splitlines()), subject
+    assert "within" in run.stdout and run.stdout.rstrip().endswith("works on the CPU, through NumPy")
+
+
+def test_doctor_says_what_to_install():
+    run = pyflash("doctor", before=WITHOUT_CUPY)
+    assert run.returncode == 0
+    assert "pip install 'pyflash[cuda13]'" in run.stdout
+
+
+def test_doctor_finds_a_broken_cache_folder(tmp_path):
+    (tmp_path / "file").write_text("")
+    run = pyflash("doctor", XDG_CACHE_HOME=str(tmp_path / "file"))
+    assert run.returncode == 1 and "BROKEN   cache" in run.stdout and "XDG_CACHE_HOME" in run.stdout
+
+
+def test_explain():
+    run = pyflash("explain", "--gpu", "h200", "--seqlen", "8k", "--heads", "32", "--kv-heads", "8", "--causal")
+    assert run.returncode == 0, run.stderr
+    assert "q (1, 8192, 32, 128)" in run.stdout and "k (1, 8192, 8, 128)" in run.stdout
+    for label in (
+        "GPU",
+        "family",
+        "kernel",
+        "  why",
+        "  CTAs",
+        "work",
+        "traffic",
+        "intensity",
+        "roofline",
+        "workspace",
+    ):
+        assert any(line.startswith(label) for line in run.stdout.splitlines()), label
+    backward = pyflash("explain", "--gpu", "A100", "--backward", "--deterministic")
+    assert backward.returncode == 0 and backward.stdout.startswith("backward")
+
+
+def test_explain_what_is_not_supported():
+    run = pyflash("explain", "--gpu", "T4")
+    assert run.returncode == 1 and "8.0" in run.stderr and "Traceback" not in run.stderr
+
+
+def test_compile_without_a_compiler_says_what_to_install():
+    run = pyflash("compile", "--arch", "sm_80", before=WITHOUT_CUPY)
+    assert run.returncode == 1 and "pip install 'pyflash[cuda13]'" in run.stderr and "Traceback" not in run.stderr
+
+
+def test_compile_fills_the_cache(tmp_path):
+    try:
+        compile.nvrtc_version()
+    except CompileError as error:
+        pytest.skip(str(error).partition("\n")[0])
+    cache, into = tmp_path / "cache", tmp_path / "into"
+    arguments = ("compile", "--arch", "sm_80", "--head-dim", "64", "--into", str(into))
+    run = pyflash(*arguments, XDG_CACHE_HOME=str(cache))
+    assert run.returncode == 0, run.stdout + run.stderr
+    files = {path.name for path in into.iterdir()}
+    assert files == {"fwd_sm80-sm_80.cu", "fwd_sm80-sm_80.log", "fwd_sm80-sm_80.cubin"}
+    assert (into / "fwd_sm80-sm_80.cubin").read_bytes()[:4] == b"\x7fELF"
+    before = {path: path.stat().st_mtime_ns for path in cache.rglob("*.cubin")}
+    assert pyflash(*arguments, XDG_CACHE_HOME=str(cache)).returncode == 0
+    assert {path: path.stat().st_mtime_ns for path in cache.rglob("*.cubin")} == before != {}

@@ -1,0 +1,78 @@
+"""The explanation's figures, counted another way."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from problems import devices, example, problems
+
+import pyflash
+from pyflash.device import KNOWN
+from pyflash.errors import Unsupported
+from pyflash.explain import amount, duration, explain, tile_row, waves
+from pyflash.tiles import KERNELS
+
+
+@given(problems(), st.one_of(devices, st.none()))
+def test_any_plan_can_be_explained(problem, device):
+    try:
+        x = explain(problem, device)
+    except Unsupported:
+        return
+    text = str(x)
+    assert str(problem) in text and all(line == line.rstrip() for line in text.splitlines())
+    assert "nan" not in text and "inf" not in text
+    if device is None:
+        assert "NumPy" in text and x.plan is None and x.roofline_seconds is None
+        return
+    assert device.name in text and x.plan.family in text
+    for launch in x.plan.launches:
+        assert tile_row(launch) in KERNELS[launch.kernel].rows
+        assert launch.kernel in text and tile_row(launch).why in text and f"{launch.grid} of" in text
+        assert waves(launch, device) > 0
+    for note in x.plan.notes:
+        assert note in text
+
+
+@given(st.integers(0, 40), st.integers(0, 40), st.booleans())
+def test_visible_pairs(seqlen_q, seqlen_k, causal):
+    problem = example(seqlen_q=max(seqlen_q, 1), seqlen_k=max(seqlen_k, 1), batch=2, heads=3, causal=causal)
+    pairs = itertools.product(range(problem.seqlen_q), range(problem.seqlen_k))
+    count = sum(not causal or j <= i + problem.seqlen_k - problem.seqlen_q for i, j in pairs)
+    assert explain(problem, None).visible_pairs == count * 2 * 3
+
+
+def test_flops_and_bytes():
+    forward = explain(example(batch=1, seqlen_q=100, heads=2, head_dim=64, head_dim_v=32), None)
+    assert forward.flops == 2 * 100 * 100 * 2 * (64 + 32)
+    assert forward.least_bytes == 100 * 2 * 2 * (64 + 64 + 32 + 32) + 100 * 2 * 4
+    assert forward.score_bytes == 2 * 100 * 100 * 2
+    backward = explain(example(backward=True, batch=1, seqlen_q=100, heads=2, head_dim=64), None)
+    assert backward.flops == 2.5 * explain(example(batch=1, seqlen_q=100, heads=2, head_dim=64), None).flops
+    assert backward.least_bytes == 100 * 2 * 2 * 64 * 8 + 100 * 2 * 4
+
+
+def test_roofline():
+    gpu = KNOWN["H200"]
+    long, short = (explain(example(seqlen_q=n, seqlen_k=8192, batch=1), gpu) for n in (8192, 1))
+    assert long.roofline_seconds == long.flops / gpu.half_flops > long.memory_seconds
+    assert short.roofline_seconds == short.least_bytes / gpu.bandwidth > short.compute_seconds
+    assert "bound by arithmetic" in str(long) and "bound by memory" in str(short)
+    assert explain(example(dtype="float32"), gpu).compute_seconds is None
+
+
+def test_public_function():
+    np = pytest.importorskip("numpy")
+    q = np.zeros((2, 64, 4, 32), np.float32)
+    assert callable(pyflash.explain), "the function, not the module of the same name"
+    assert "NumPy" in str(pyflash.explain(q, q, q, causal=True))
+    with pytest.raises(ValueError, match="^k: got shape"):
+        pyflash.explain(q, q[:1], q)
+
+
+def test_numbers_are_written_for_people():
+    assert [amount(x, "B") for x in (0, 12, 1536, 134217728, 2e12)] == ["0 B", "12 B", "1.54 kB", "134 MB", "2 TB"]
+    assert [duration(x) for x in (2.5, 0.0125, 4.4e-5, 1e-9)] == ["2.5 s", "12.5 ms", "44 us", "0.001 us"]
