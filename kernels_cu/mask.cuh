@@ -41,6 +41,17 @@ __device__ __forceinline__ bool visible(const Params& p, int q_idx, int kv_idx) 
   return kv_idx < p.seqlen_k && (!cfg::CAUSAL || kv_idx <= q_idx + p.seqlen_k - p.seqlen_q);
 }
 
+// The same for a whole row: what query q_idx sees of the keys kv0 + offset. Made once a row, it takes one comparison an
+// element where offsets are constants.
+struct VisibleKeys {
+  int end;
+  __device__ __forceinline__ bool has(int offset) const { return offset < end; }
+};
+__device__ __forceinline__ VisibleKeys visible_keys(const Params& p, int q_idx, int kv0) {
+  const int end = cfg::CAUSAL ? min(p.seqlen_k, q_idx + p.seqlen_k - p.seqlen_q + 1) : p.seqlen_k;
+  return {end - kv0};
+}
+
 // The score of one element in units of log2, and what an exponent multiplies it with. A positive scale alone commutes
 // with the maximum, so it is folded into the exponent's fused multiply-add; everything else is applied here first.
 template <class Real>
