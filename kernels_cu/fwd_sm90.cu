@@ -32,6 +32,9 @@ static_assert(sizeof(Smem) == cfg::SMEM_BYTES, "tiles.py and Smem disagree");
 enum NamedBarrier { TURN = 1 };
 constexpr int TURN_THREADS = 2 * WARPGROUP;
 
+// A value that all lanes of a warp share, so that the compiler knows: it then takes a uniform register.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+
 template <bool VALUE> struct Bool { static constexpr bool value = VALUE; };
 
 __device__ __forceinline__ Work find_work(const Params& p, unsigned index) {
@@ -109,7 +112,7 @@ __device__ __forceinline__ void produce(const Params& p, Smem& smem) {
 extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS) fwd_sm90(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
-  const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);  // the same in a warp, for the compiler to see
+  const int warpgroup = uniform(threadIdx.x / WARPGROUP);
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < Q_STAGES * CONSUMERS; i++) {
@@ -146,7 +149,8 @@ extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS) fw
   // ---- phases
   auto receive = [&]() {
     mbarrier_wait(&smem.q_full[q.index][wg], q.parity);
-    work = smem.work[q.index][wg];
+    const Work next = smem.work[q.index][wg];
+    work = {uniform(next.m0), uniform(next.head), uniform(next.batch), uniform(next.valid)};
     tile_range = kv_range(p, work.m0);
     range = warpgroup_range(p, tile_range, work.m0 + wg * WG_ROWS);
   };
@@ -181,11 +185,12 @@ extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS) fw
   };
   auto modify = [&](auto masked, int n) {
     const int q0 = work.m0 + wg * WG_ROWS + warp_row + lane / 4, kv0 = n * TILE_N + lane % 4 * 2;
+    const VisibleKeys keys[2] = {visible_keys(p, q0, kv0), visible_keys(p, q0 + 8, kv0)};
 #pragma unroll
     for (int i = 0; i < TILE_N / 2; i++) {
-      const int q_idx = q0 + i / 2 % 2 * 8, kv_idx = kv0 + i / 4 * 8 + i % 2;
-      s_rmem[i] = score(p, s_rmem[i], q_idx, kv_idx);
-      if (decltype(masked)::value && !visible(p, q_idx, kv_idx)) s_rmem[i] = HIDDEN;
+      const int row = i / 2 % 2, offset = i / 4 * 8 + i % 2;
+      s_rmem[i] = score(p, s_rmem[i], q0 + row * 8, kv0 + offset);
+      if (decltype(masked)::value && !keys[row].has(offset)) s_rmem[i] = HIDDEN;
     }
   };
   auto round_p = [&]() {
@@ -310,9 +315,13 @@ extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS) fw
       modify(Bool<true>{}, n);
       softmax.take_raised<true>(s_rmem, scale, factor);
       round_p();
-      for (n--; n >= range.full_end; n--) masked_step(n);
-      for (; n >= range.full_begin; n--) full_step(n);
-      for (; n >= range.begin; n--) masked_step(n);
+      for (n--; n >= range.begin; n--) {
+        if (n < range.full_end && n >= range.full_begin) {
+          full_step(n);
+        } else {
+          masked_step(n);
+        }
+      }
 
       mbarrier_wait(&smem.v_full[v.index], v.parity);
       wgmma_hold(o_rmem);
