@@ -7,11 +7,10 @@
 using cfg::Element;
 
 constexpr int LANES = lanes_per_row<Element>(cfg::TILE_D), ROWS_AT_ONCE = cfg::NUM_THREADS / LANES;
-constexpr int LANE_ROWS = cfg::TILE_M / ROWS_AT_ONCE;                       // rows that a lane has a part of
+constexpr int LANE_ROWS = (cfg::TILE_M + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;  // rows that a lane has a part of
 constexpr int SIZE = Chunk<Element>::SIZE, STEP = LANES * SIZE;             // columns that a row's lanes hold at once
 constexpr int CHUNKS = (cfg::TILE_D + STEP - 1) / STEP;                     // chunks of a row that a lane holds
 constexpr int PARTS = SIZE / Chunk<float>::SIZE;                            // 16-byte loads a chunk of dq
-static_assert(cfg::TILE_M % ROWS_AT_ONCE == 0, "every lane has as many rows");
 static_assert(sizeof(Element) == 2, "other dtypes have no dq_accum");
 
 extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS) bwd_convert(const __grid_constant__ Params p) {

@@ -8,10 +8,10 @@ using cfg::Element;
 using Real = Dtype<Element>::Real;
 
 constexpr int LANES = lanes_per_row<Element>(cfg::TILE_DV), ROWS_AT_ONCE = cfg::NUM_THREADS / LANES;
-constexpr int LANE_ROWS = cfg::TILE_M / ROWS_AT_ONCE;                       // rows that a lane has a part of
+constexpr int LANE_ROWS = (cfg::TILE_M + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;  // rows that a lane has a part of
 constexpr int STEP = LANES * Chunk<Element>::SIZE;                          // columns that a row's lanes hold at once
 constexpr int CHUNKS = (cfg::TILE_DV + STEP - 1) / STEP;                    // chunks of a row that a lane holds
-static_assert(cfg::TILE_M % ROWS_AT_ONCE == 0 && cfg::TILE_M % 4 == 0, "every lane has as many rows");
+static_assert(cfg::TILE_M % Chunk<float>::SIZE == 0, "every CTA's part of dq_accum is aligned");
 
 // Columns [col, col + SIZE) of a row; zeros past head_dim.
 template <bool WIDE>
@@ -55,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS) bw
   }
 
   if (p.dq_accum) {
-    float* values = p.dq_accum + begin * p.head_dim;  // 16-byte aligned: TILE_M is a multiple of 4
+    float* values = p.dq_accum + begin * p.head_dim;
     const int size = count * p.head_dim, chunks = size / Chunk<float>::SIZE;
     zero(reinterpret_cast<Chunk<float>*>(values), chunks);
     zero(values + chunks * Chunk<float>::SIZE, size % Chunk<float>::SIZE);

@@ -29,7 +29,7 @@
 using cfg::Element;
 using cfg::TILE_M, cfg::TILE_N, cfg::TILE_D, cfg::TILE_DV, cfg::NUM_THREADS, cfg::RAGGED_D;
 
-constexpr int RING = 3;                                   // query tiles and pT in smem
+constexpr int RING = cfg::STAGES;                         // query tiles and pT in smem
 constexpr int WARPS = NUM_THREADS / 32, ROLE_WARPS = WARPS / 2;
 constexpr int WARP_KEYS = TILE_N / ROLE_WARPS;            // keys whose scores a warp computes
 constexpr int SPLIT = cfg::COLUMN_SPLIT;                  // warps that share the gradients of their keys
@@ -58,6 +58,7 @@ struct Smem {
   Pair delta[RING][TILE_M / 2];
 };
 static_assert(sizeof(Smem) == cfg::SMEM_BYTES, "tiles.py and Smem disagree");
+static_assert(RING == 3, "tiles i - 1 (then i + 2), i and i + 1");
 static_assert(2 * TILE_M <= NUM_THREADS, "a thread fetches one lse or delta");
 static_assert(TILE_N % (ROLE_WARPS * BLOCK) == 0 && Q_BLOCKS % DQ_M_WARPS == 0, "whole blocks a warp");
 

@@ -44,6 +44,16 @@ def _fwd_sm80_smem(row: Row, tile_d: int, tile_dv: int, itemsize: int) -> int:
     return (row.tile_m * tile_d + row.stages * row.tile_n * (tile_d + tile_dv)) * itemsize
 
 
+def _bwd_sm80_smem(row: Row, tile_d: int, tile_dv: int, itemsize: int) -> int:
+    queries = row.tile_m * (tile_d + tile_dv) * itemsize + row.tile_m * 2 * 4  # q, do; lse, delta
+    scores = row.tile_n * row.tile_m * itemsize
+    return row.tile_n * (tile_d + tile_dv) * itemsize + row.stages * (queries + scores)
+
+
+def _no_smem(row: Row, tile_d: int, tile_dv: int, itemsize: int) -> int:
+    return 0
+
+
 def _simt_smem(own: int, other: int, row: Row, columns: tuple[int, ...], slice_columns: int, itemsize: int) -> int:
     """`own` rows of each operand in `columns` and of weights for `other` rows, and the slots of what streams."""
     knobs, vector = dict(row.knobs), 16 // itemsize
@@ -63,6 +73,18 @@ def _fwd_simt_smem(row: Row, tile_d: int, tile_dv: int, itemsize: int) -> int:
 def _bwd_simt_smem(row: Row, tile_d: int, tile_dv: int, itemsize: int) -> int:
     # Both launches, one owning queries and one owning keys, have the same bytes because tile_m == tile_n.
     return _simt_smem(row.tile_m, row.tile_n, row, (tile_d, tile_dv), max(tile_d, tile_dv), itemsize)
+
+
+def _bwd_sm80(head_dim: int, tile_m: int, tile_n: int, warps: int, split: int, kept: tuple[int, int],
+              dq: tuple[int, int], why: str) -> Row:  # fmt: skip
+    """`split`: warps that share the gradients of their keys; `kept`: 16-column blocks of k and v in registers; `dq`:
+    warps that compute dq, and how many of them divide its rows."""
+    knobs = ("COLUMN_SPLIT", split), ("K_RMEM_BLOCKS", kept[0]), ("V_RMEM_BLOCKS", kept[1])
+    return Row(head_dim, tile_m, tile_n, warps * 32, 3, 1, why, (*knobs, ("DQ_WARPS", dq[0]), ("DQ_M_WARPS", dq[1])))
+
+
+def _rows(head_dim: int, rows: int, itemsize: int) -> Row:
+    return Row(head_dim, rows, 1, 256, 1, 3, "eight 16-byte loads in flight a thread", itemsize=itemsize)
 
 
 def _simt(head_dim: int, tile_m: int, tile_n: int, threads: int, grid: tuple[int, int, int], min_ctas: int, itemsize: int,
@@ -136,6 +158,43 @@ KERNELS: dict[str, Kernel] = {
             _simt(256, 16, 16, 128, (16, 16, 4), 2, 8, _LESS_SMEM),
             _simt(256, 8, 8, 64, (8, 16, 2), 2, 8, _LEAST_SMEM),
         ),
+    ),
+    "bwd_sm80": Kernel(
+        dtypes=_HALF,
+        min_capability=(8, 0),
+        only_capability=None,
+        pad=16,
+        smem_bytes=_bwd_sm80_smem,
+        rows=(
+            _bwd_sm80(64, 64, 128, 8, 1, (4, 4), (4, 2), "placeholder"),
+            _bwd_sm80(64, 32, 128, 8, 1, (4, 4), (4, 1), _LESS_SMEM),
+            _bwd_sm80(128, 64, 128, 8, 1, (0, 0), (4, 2), "placeholder"),
+            _bwd_sm80(128, 32, 128, 8, 1, (0, 0), (4, 1), "as above in the 163 KB of compute capability 8.0"),
+            _bwd_sm80(128, 32, 64, 8, 1, (8, 8), (4, 1), _LESS_SMEM),
+            _bwd_sm80(256, 32, 64, 8, 2, (8, 8), (8, 1), "placeholder"),
+            _bwd_sm80(256, 16, 64, 8, 2, (8, 8), (8, 1), "as above in the 163 KB of compute capability 8.0"),
+            _bwd_sm80(256, 16, 32, 4, 2, (8, 8), (4, 1), _LESS_SMEM),
+        ),
+    ),
+    "bwd_delta": Kernel(
+        dtypes=_HALF + _FULL,
+        min_capability=(7, 5),
+        only_capability=None,
+        pad=16,
+        smem_bytes=_no_smem,
+        rows=tuple(
+            _rows(head_dim, 128 * 64 * 2 // (head_dim * itemsize), itemsize)
+            for itemsize in (2, 4, 8)
+            for head_dim in (64, 128, 256)
+        ),
+    ),
+    "bwd_convert": Kernel(
+        dtypes=_HALF,
+        min_capability=(8, 0),
+        only_capability=None,
+        pad=16,
+        smem_bytes=_no_smem,
+        rows=tuple(_rows(head_dim, 128 * 64 // head_dim, 2) for head_dim in (64, 128, 256)),
     ),
 }
 
