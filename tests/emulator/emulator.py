@@ -131,6 +131,7 @@ def _runtime() -> ctypes.CDLL:
     return library
 
 
+_OWN = "emulator:"  # in front of the names of the emulator's own headers
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)".*$')
 _ALIGNED = r"(?:(?:__align__|alignas)\s*\(\s*(?P<alignment>\d+)\s*\)\s*)?"
 _DYNAMIC_SHARED = re.compile(rf"\bextern\s+__shared__\s+{_ALIGNED}(?P<type>[\w:\s]+?)\s+(?P<name>\w+)\s*\[\s*\]\s*;")
@@ -151,7 +152,8 @@ def _flatten(text: str, headers: Mapping[str, str], name: str, seen: set[str]) -
         if child not in seen:
             seen.add(child)
             own = _DEVICE / child
-            lines += [f'#include "{own}"'] if own.exists() else _flatten(headers[child], headers, child, seen)
+            text, place = (own.read_text(), _OWN + child) if own.exists() else (headers[child], child)
+            lines += _flatten(text, headers, place, seen)
         lines.append(f'#line {number + 1} "{name}"')
     return lines
 
@@ -183,9 +185,9 @@ def build(text: str, kernel: str, headers: Mapping[str, str] | None = None) -> K
     """Compile a program for the emulator. `headers` holds the texts of what it includes."""
     if reason := unavailable():
         raise EmulatorError("unavailable", reason)
+    text = f'#include "cuda.h"\n#line 1\n{text}\nEMU_ENTRY({kernel})\n'
     lines = _flatten(text, headers or {}, f"{kernel}.generated.cu", set())
     source, smem_alignment = _declare_shared("\n".join(lines))
-    source = f'#include "{_DEVICE / "cuda.h"}"\n{source}\nEMU_ENTRY({kernel})\n'
 
     def make(folder: Path, target: Path) -> None:
         (folder / "kernel.cpp").write_text(source)
@@ -219,6 +221,15 @@ class Buffer:
             raise EmulatorError("out of bounds", f"byte {where} of {name}, which is no element of it, was written")
 
 
+def _byte_range(array: np.ndarray) -> tuple[int, int]:
+    """The addresses of an array's first byte and past its last."""
+    start = array.ctypes.data
+    if not array.size:
+        return start, start
+    reach = [stride * (extent - 1) for stride, extent in zip(array.strides, array.shape, strict=True)]
+    return start + sum(r for r in reach if r < 0), start + sum(r for r in reach if r > 0) + array.itemsize
+
+
 class Memory:
     """Emulated global memory: arrays between pages that fault. Freed at the end of the `with`, which runs may not outlive."""
 
@@ -237,7 +248,7 @@ class Memory:
 
     def empty_like(self, name: str, array: np.ndarray) -> Buffer:
         """Poison where `array` has elements, at the same distances and equally aligned."""
-        low, high = np.lib.array_utils.byte_bounds(array) if array.size else (array.ctypes.data,) * 2
+        low, high = _byte_range(array)
         nbytes, first = high - low, array.ctypes.data - low
         base = _runtime().emu_allocate(name.encode(), nbytes, 16, low % 16, self._right)
         raw = np.frombuffer((ctypes.c_ubyte * nbytes).from_address(base), np.uint8) if nbytes else np.empty(0, np.uint8)
@@ -251,12 +262,8 @@ class Memory:
         """A copy of `array` that kernels may not write; what lies between its elements is poison."""
         buffer = self.empty_like(name, array)
         buffer.array[...] = array
-        _runtime().emu_make_constant(ctypes.c_void_p(buffer.pointer - (array.ctypes.data - self._low(array))))
+        _runtime().emu_make_constant(ctypes.c_void_p(buffer.pointer - (array.ctypes.data - _byte_range(array)[0])))
         return buffer
-
-    @staticmethod
-    def _low(array: np.ndarray) -> int:
-        return np.lib.array_utils.byte_bounds(array)[0] if array.size else array.ctypes.data
 
 
 _TENSOR_MAP = struct.Struct("<QQ4Q4I4III")  # emu::TensorMap
@@ -293,7 +300,7 @@ def _with_lines(text: str, path: Path) -> str:
         if shutil.which("addr2line"):
             command = ["addr2line", "-i", "-e", str(path), found[1]]
             places = subprocess.run(command, capture_output=True, text=True).stdout.split("\n")
-            named = [place.split(" ")[0] for place in places if place and "?" not in place and "device/" not in place]
+            named = [place.split(" ")[0] for place in places if place and "?" not in place and _OWN not in place]
             if named:
                 return Path(named[0]).name
         return f"address {found[1]} of {path.name}"

@@ -33,7 +33,7 @@ inline void tma_load_4d(void* smem, const TensorMap* map, u64* barrier, int x0, 
   const int coordinates[] = {x0, x1, x2, x3};
   emu::tensor_load(smem_address(smem, site), map, smem_address(barrier, site), coordinates, site);
 }
-inline void tma_load_4d(void* smem, const TensorMap* map, u64* barrier, int x0, int x1, int x2, int x3, u64, EMU_SITE) {
+inline void tma_load_4d(void* smem, const TensorMap* map, u64* barrier, int x0, int x1, int x2, int x3, u64 policy, EMU_SITE) {
   tma_load_4d(smem, map, barrier, x0, x1, x2, x3, site);
 }
 inline void tma_store_4d(const TensorMap* map, const void* smem, int x0, int x1, int x2, int x3, EMU_SITE) {

@@ -49,6 +49,7 @@ enum class Timing { LATE, EARLY, MIXED };
 // What a seed decides.
 struct Policy {
   Timing copies, bulk, wgmma;     // when cp.async, TMA and wgmma do their work
+  uint32_t bulk_delay;            // mean number of picks until a load lands, where timing is mixed
   uint32_t redraw;                // picks between new random priorities of the warps
   enum { RANDOM, ASCENDING, DESCENDING } lanes;
   uint32_t preempt;               // mean number of plain accesses between forced changes of thread; 0: never

@@ -17,7 +17,6 @@ namespace {
 
 constexpr size_t STACK_BYTES = 256 << 10, STACK_GUARD = 16 << 10;
 constexpr unsigned ENDLESS_POLLS = 2000;  // rounds in which nothing but polling happened
-constexpr unsigned BULK_CHANCE = 12;      // picks between random landings of bulk copies
 
 Fiber main_fiber;
 std::vector<void*> stacks;       // reused by every CTA of every run
@@ -82,7 +81,7 @@ unsigned pick_lane(unsigned ready) {
 Thread* pick() {
   if (finished) return nullptr;
   if (until_redraw-- == 0) shuffle_order();
-  if (machine.policy.bulk == Timing::MIXED && machine.random.one_in(BULK_CHANCE)) land_bulk_load();
+  if (machine.policy.bulk == Timing::MIXED && machine.random.one_in(machine.policy.bulk_delay)) land_bulk_load();
   for (;;) {
     for (Warp* warp : order) {
       if (!warp->ready) continue;
@@ -192,13 +191,14 @@ Policy Policy::of(uint64_t seed, Random& random) {
       {Timing::MIXED, Timing::MIXED, Timing::MIXED}, {Timing::MIXED, Timing::MIXED, Timing::LATE},
       {Timing::LATE, Timing::LATE, Timing::MIXED},   {Timing::LATE, Timing::MIXED, Timing::EARLY},
   };
-  static constexpr uint32_t REDRAWS[] = {0, 10, 100, 1000, ~0u}, PREEMPTS[] = {0, 30, 1000};
+  static constexpr uint32_t REDRAWS[] = {0, 10, 100, 1000, ~0u}, PREEMPTS[] = {0, 30, 1000}, DELAYS[] = {30, 300, 3000};
   const auto& timing = TIMINGS[seed % std::size(TIMINGS)];
   Policy policy;
   policy.copies = timing[0], policy.bulk = timing[1], policy.wgmma = timing[2];
   policy.redraw = REDRAWS[random.below(std::size(REDRAWS))];
   policy.lanes = decltype(policy.lanes)(random.below(3));
   policy.preempt = PREEMPTS[random.below(std::size(PREEMPTS))];
+  policy.bulk_delay = DELAYS[random.below(std::size(DELAYS))];
   policy.align_right = seed % 2 == 0;
   return policy;
 }
