@@ -60,10 +60,12 @@ __device__ __forceinline__ void produce(const Params& p, Smem& smem) {
   prefetch_tensor_map(&p.tma_v);
   Ring<Q_STAGES> q;
   Ring<STAGES> k, v;
-  unsigned index = blockIdx.x;
+  unsigned index = blockIdx.x, round = 0;
   Work work;
   do {
-    const unsigned next = cfg::DYNAMIC ? gridDim.x + atomicAdd(p.tile_counter, 1) : index + gridDim.x;
+    round++;
+    const unsigned next = cfg::DYNAMIC ? gridDim.x + atomicAdd(p.tile_counter, 1)
+                                       : round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
     work = find_work(p, index);
     const TileRange range = work.valid ? kv_range(p, work.m0) : TileRange{};
     const int head_kv = work.head / p.qheads_per_kv;
@@ -115,9 +117,11 @@ extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS) fw
   const int warpgroup = uniform(threadIdx.x / WARPGROUP);
 
   if (threadIdx.x == 0) {
-    for (int i = 0; i < Q_STAGES * CONSUMERS; i++) {
-      mbarrier_init(&smem.q_full[0][i], 1);
-      mbarrier_init(&smem.q_empty[0][i], WARPGROUP / WARP);
+    for (int i = 0; i < Q_STAGES; i++) {
+      for (int w = 0; w < CONSUMERS; w++) {
+        mbarrier_init(&smem.q_full[i][w], 1);
+        mbarrier_init(&smem.q_empty[i][w], WARPGROUP / WARP);
+      }
     }
     for (int i = 0; i < STAGES; i++) {
       mbarrier_init(&smem.k_full[i], 1);
@@ -150,6 +154,7 @@ extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS) fw
   auto receive = [&]() {
     mbarrier_wait(&smem.q_full[q.index][wg], q.parity);
     const Work next = smem.work[q.index][wg];
+    __syncwarp();  // all lanes have read before one of them releases it, with q
     work = {uniform(next.m0), uniform(next.head), uniform(next.batch), uniform(next.valid)};
     tile_range = kv_range(p, work.m0);
     range = warpgroup_range(p, tile_range, work.m0 + wg * WG_ROWS);
@@ -250,6 +255,7 @@ extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS) fw
       warp_products<Element, WG_ROWS, TILE_N, D_STEPS>(s_rmem, smem_u32(smem.q[q.index][wg]), warp_row,
                                                        smem_u32(smem.k[k.index]), lane);
       fence_proxy_async_shared();
+      __syncwarp();
       modify(Bool<false>{}, n);
       softmax.take_raised<false>(s_rmem, scale, factor);
       rescale(factor);

@@ -74,9 +74,9 @@ TABLES: dict[str, tuple[Field, ...]] = {
     "fwd_simt": _FORWARD,
     "fwd_sm80": _FORWARD,
     "fwd_sm90": (
-        _map("q", "64 x 64"), _map("k", "64 x TILE_N"), _map("v", "64 x TILE_N"), _map("o", "64 x 64"),
+        _map("q", "64 x 64"), _map("k", "64 x TILE_N"), _map("v", "64 x TILE_N"),
         *_FORWARD,
-        Field("tile_counter", "pointer", "int*", "next output tile of the dynamic scheduler, zero at launch"),
+        Field("tile_counter", "pointer", "int*", "(2,) output tiles and CTAs done, zero at launch, left zero; DYNAMIC"),
         Field("heads_per_section", "i32", "int", "heads whose k and v share L2: the inner loop of the tile order"),
         Field("num_tiles", "i32", "int", "output tiles in all"),
     ),
@@ -84,8 +84,8 @@ TABLES: dict[str, tuple[Field, ...]] = {
     "bwd_sm80": _BACKWARD,
     "bwd_sm90": (
         _map("q", "64 x TILE_M"), _map("k", "64 x TILE_N"), _map("v", "64 x TILE_N"), _map("dout", "64 x TILE_M"),
-        _map("dk", "64 x 64"), _map("dv", "64 x 64"),
         *_BACKWARD,
+        Field("num_tiles", "i32", "int", "key tiles in all"),
     ),
     "bwd_delta": (
         *_tensor("o", *_O, const=True), *_DOUT,
