@@ -96,9 +96,16 @@ def tile_row(launch: Launch) -> Row:
     )
 
 
+def resident_ctas(launch: Launch, device: Device) -> int:
+    """CTAs of a launch that a multiprocessor is sure to hold at once, by registers and shared memory."""
+    reserved = 1024  # bytes of each CTA's shared memory that are the system's; a CTA may have all but one such piece
+    by_smem = (device.smem_bytes + reserved) // (launch.smem_bytes + reserved)
+    return max(1, min(tile_row(launch).min_ctas, by_smem))
+
+
 def waves(launch: Launch, device: Device) -> float:
     """How many times the launch fills the GPU."""
-    return launch.grid / (tile_row(launch).min_ctas * device.sm_count)
+    return launch.grid / (resident_ctas(launch, device) * device.sm_count)
 
 
 def figure(value: float) -> str:
@@ -152,7 +159,7 @@ def _gpu_lines(gpu: Device, plan: Plan) -> list[tuple[str, str]]:
         tile = f"tiles of {row.tile_m} queries x {row.tile_n} keys"
         padded = f"head_dim padded to {cfg['TILE_D']}/{cfg['TILE_DV']}"
         cta = f"{launch.block} threads, {row.stages} in the pipeline, {launch.smem_bytes} B of shared memory"
-        full = f"{waves(launch, gpu):.2f} waves at {row.min_ctas} a multiprocessor"
+        full = f"{waves(launch, gpu):.2f} waves at {resident_ctas(launch, gpu)} a multiprocessor"
         lines += [
             ("kernel", f"{launch.kernel}: {tile}, {padded}"),
             ("  why", row.why),

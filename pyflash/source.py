@@ -41,9 +41,9 @@ def includes(name: str) -> tuple[str, ...]:
 
 def _constant(name: str, value: object) -> str:
     if isinstance(value, bool):
-        return f"constexpr bool {name} = {str(value).lower()};"
+        return f"inline constexpr bool {name} = {str(value).lower()};"
     if isinstance(value, int):
-        return f"constexpr int {name} = {value};"
+        return f"inline constexpr int {name} = {value};"
     return f"using {name} = {value};"
 
 

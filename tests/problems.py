@@ -100,6 +100,8 @@ def example(
     if not backward and not narrow:
         return made
     given = problem.backward_tensors(made) if backward else given
+    if "o" in narrow:
+        given["o"] = dict(made.tensors)["o"]
     for name in narrow:
         given[name] = given[name]._replace(alignment=problem.DTYPES[dtype].itemsize)
     if backward and dlse:

@@ -1,0 +1,107 @@
+"""Every kernel, in every tile row and with every feature, compiles to code without spills.
+
+The variants follow from the planner and its tables, so a new row or kernel is met without a word here. By default a
+choice of them in which each row meets each feature is compiled; `-m full` compiles all.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+
+import pytest
+from nvrtc import Nvrtc
+from variants import Variant, covering, every
+
+from pyflash import compile, source
+from pyflash.tiles import KERNELS
+
+REGISTERS_PER_MULTIPROCESSOR, REGISTERS_PER_THREAD = 65536, 255
+
+all_variants = cache(every)
+chosen_variants = cache(lambda: covering(all_variants()))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "variant" in metafunc.fixturenames:
+        full = metafunc.function.__name__.endswith("full")
+        variants = all_variants() if full else chosen_variants()
+        metafunc.parametrize("variant", variants, ids=[v.name for v in variants])
+    if "library" in metafunc.fixturenames:
+        metafunc.parametrize("library", metafunc.config.getoption("--nvrtc"))
+
+
+class Builds:
+    """Compiles in threads what will be asked for: NVRTC runs outside the interpreter's lock."""
+
+    def __init__(self, variants: list[Variant]):
+        self.pool = ThreadPoolExecutor(os.cpu_count())
+        self.futures: dict[str, Future] = {v.name: self.pool.submit(self._build, v) for v in variants}
+
+    @staticmethod
+    def _build(variant: Variant) -> tuple[bytes, str]:
+        return compile.compile_program(source.program(variant.launch), variant.launch.kernel, variant.arch)
+
+
+@pytest.fixture(scope="module")
+def builds(request):
+    asked = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    builds = Builds([p["variant"] for p in asked if "variant" in p and p["variant"].device.arch in _archs()])
+    yield builds
+    builds.pool.shutdown(cancel_futures=True)
+
+
+@cache
+def _archs() -> list[int]:
+    return compile.supported_archs()
+
+
+def check(variant: Variant, cubin: bytes, log: str) -> None:
+    """The rules of a kernel's machine code."""
+    report = compile.report(log)
+    assert cubin[:4] == b"\x7fELF"
+    assert report.spill_bytes == 0, log
+    assert not report.warnings, log
+    assert 0 < report.registers <= REGISTERS_PER_THREAD
+    ctas = dict(variant.launch.config)["MIN_CTAS"]
+    allocated = -(-report.registers // 8) * 8 * variant.launch.block * ctas
+    assert allocated <= REGISTERS_PER_MULTIPROCESSOR, f"{report.registers} registers: {ctas} CTAs do not fit"
+
+
+def compile_and_check(variant: Variant, builds: Builds) -> None:
+    if variant.name not in builds.futures:
+        pytest.skip(f"NVRTC {'.'.join(map(str, compile.nvrtc_version()))} does not know sm_{variant.device.arch}")
+    check(variant, *builds.futures[variant.name].result())
+
+
+def test_variant(variant, builds):
+    compile_and_check(variant, builds)
+
+
+@pytest.mark.full
+def test_variant_full(variant, builds):
+    compile_and_check(variant, builds)
+
+
+def test_the_choice_meets_every_row_of_every_kernel():
+    met = {trait[:2] for v in chosen_variants() for trait in v.traits}
+    unused = {(name, row.why) for name, kernel in KERNELS.items() for row in kernel.rows if (name, row) not in met}
+    assert not unused, "rows that no known GPU ever uses"
+
+
+def test_the_choice_meets_every_trait_of_every_row():
+    assert set().union(*(v.traits for v in chosen_variants())) == set().union(*(v.traits for v in all_variants()))
+
+
+def test_with_another_nvrtc(library):
+    """The oldest and newest that are given: one variant of each kernel for each architecture that they know."""
+    nvrtc = Nvrtc(library)
+    assert nvrtc.version >= (12, 0)
+    for name in KERNELS:
+        variants = [v for v in chosen_variants() if v.launch.kernel == name and v.device.arch in nvrtc.archs]
+        first = {v.device.arch: v for v in reversed(variants)}
+        for variant in list(first.values())[:2]:
+            cubin, log = nvrtc.compile(source.program(variant.launch), name, variant.arch)
+            assert cubin, f"NVRTC {nvrtc.version}: {log}"
+            check(variant, cubin, log)
