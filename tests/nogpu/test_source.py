@@ -14,7 +14,9 @@ from pyflash.errors import Unsupported
 from pyflash.plan import Launch, plan
 from pyflash.tiles import KERNELS
 
-LINE = re.compile(r"inline constexpr (int \w+ = -?\d+|bool \w+ = (true|false));|using Element = (bf16|fp16|float|double);")
+LINE = re.compile(
+    r"inline constexpr (int \w+ = -?\d+|bool \w+ = (true|false));|using Element = (bf16|fp16|float|double);"
+)
 
 # What every kernel file, and every header, may rely on.
 ALWAYS = {"Element", "TILE_M", "TILE_N", "TILE_D", "TILE_DV", "RAGGED_D", "NUM_THREADS", "MIN_CTAS", "STAGES",
