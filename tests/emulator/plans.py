@@ -45,11 +45,11 @@ def _built(kernel: str, text: str) -> emulator.Kernel:
 
 
 def build(launches: Iterable[Launch]) -> None:
-    """Compile kernels ahead, several at a time."""
+    """Compile kernels ahead, several at a time. Errors are kept for when they are run."""
     programs = {(launch.kernel, source.program(launch)) for launch in launches}
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        for job in [pool.submit(_built, *program) for program in sorted(programs)]:
-            job.result()
+        for program in sorted(programs):
+            pool.submit(_built, *program)
 
 
 def _tensor_map(array: np.ndarray, pointer: int, box: tuple[int, int]) -> bytes:
@@ -87,7 +87,6 @@ def run_plan(
     """The plan's outputs. Inputs are constant while it runs; outputs and workspace start as NaN; whatever is written
     besides the outputs' elements is an error. `out` gives the layout of o, if the problem was told of one."""
     made_problem = made.problem
-    build(made.launches)
     tensors = dict(made_problem.tensors)
     with emulator.Memory(seed) as memory:
         buffers = {name: memory.constant(name, array) for name, array in arrays.items()}
