@@ -23,21 +23,22 @@ _STACK_SCORES = _TILE_ROWS * _TILE_COLUMNS  # of all tiles in a stack: 1 MiB in 
 
 def forward(q, k, v, out, lse, *, softmax_scale: float, causal: bool) -> None:
     """Write softmax(softmax_scale * q k^T) v into `out`, and its log-sum-exp into `lse` unless that is None."""
-    real = _real(q)
+    scale = _real(q)(softmax_scale)
     with np.errstate(all="ignore"):
         for stack in _stacks(q, k):
             k_stack, v_stack = stack.kv_rows(k), stack.kv_rows(v)
             for m in _tiles(q.shape[1], stack.tile_m):
-                q_tile = stack.q_rows(q, m) * real(softmax_scale)
-                acc = np.zeros((*q_tile.shape[:-1], v.shape[3]), real)
-                row_max = np.full((*q_tile.shape[:-1], 1), -np.inf, real)
+                q_tile = stack.q_rows(q, m)
+                acc = np.zeros((*q_tile.shape[:-1], v.shape[3]), q_tile.dtype)
+                row_max = np.full((*q_tile.shape[:-1], 1), -np.inf, q_tile.dtype)
                 row_sum = np.zeros_like(row_max)
                 for n, visible in _visited(m, q.shape[1], k.shape[1], causal, stack.group):
                     s = q_tile @ k_stack[:, :, n].swapaxes(-1, -2)
+                    s *= scale
                     if visible is not None:
                         np.copyto(s, -np.inf, where=~visible)
                     new_max = np.maximum(row_max, s.max(-1, keepdims=True))
-                    shift = np.where(new_max == -np.inf, real(0), new_max)  # a row with no visible key so far
+                    shift = np.where(new_max == -np.inf, 0, new_max)  # a row with no visible key so far
                     s -= shift
                     p = np.exp(s, out=s)
                     rescale = np.exp(row_max - shift)
@@ -46,7 +47,7 @@ def forward(q, k, v, out, lse, *, softmax_scale: float, causal: bool) -> None:
                     row_sum += p.sum(-1, keepdims=True)
                     acc *= rescale
                     acc += _matmul(p, v_stack[:, :, n], visible)
-                acc /= np.where(row_sum == 0, real(1), row_sum)
+                acc /= np.where(row_sum == 0, 1, row_sum)
                 stack.store_q_rows(out, m, acc)
                 if lse is not None:
                     stack.store_statistic(lse, m, row_max + np.log(row_sum))
@@ -54,13 +55,13 @@ def forward(q, k, v, out, lse, *, softmax_scale: float, causal: bool) -> None:
 
 def backward(dout, q, k, v, out, lse, dlse, dq, dk, dv, *, softmax_scale: float, causal: bool) -> None:
     """Write the gradients into `dq`, `dk`, `dv`, recomputing the probabilities from `lse`. `dlse` may be None."""
-    real = _real(q)
+    scale = _real(q)(softmax_scale)
     with np.errstate(all="ignore"):
         for stack in _stacks(q, k):
             k_stack, v_stack = stack.kv_rows(k), stack.kv_rows(v)
             dk_stack, dv_stack = np.zeros_like(k_stack), np.zeros_like(v_stack)
             for m in _tiles(q.shape[1], stack.tile_m):
-                q_tile = stack.q_rows(q, m) * real(softmax_scale)
+                q_tile = stack.q_rows(q, m)
                 dout_tile = stack.q_rows(dout, m)
                 delta = (dout_tile * stack.q_rows(out, m)).sum(-1, keepdims=True)
                 if dlse is not None:
@@ -72,6 +73,7 @@ def backward(dout, q, k, v, out, lse, dlse, dq, dk, dv, *, softmax_scale: float,
                     transposed = None if visible is None else visible.T
                     k_tile, v_tile = k_stack[:, :, n], v_stack[:, :, n]
                     s = q_tile @ k_tile.swapaxes(-1, -2)
+                    s *= scale
                     s -= shift
                     p = np.exp(s, out=s)
                     ds = dout_tile @ v_tile.swapaxes(-1, -2)
@@ -81,11 +83,10 @@ def backward(dout, q, k, v, out, lse, dlse, dq, dk, dv, *, softmax_scale: float,
                         np.copyto(p, 0, where=~visible)
                         np.copyto(ds, 0, where=~visible)
                     dv_stack[:, :, n] += _matmul(p.swapaxes(-1, -2), dout_tile, transposed)
-                    dk_stack[:, :, n] += _matmul(ds.swapaxes(-1, -2), q_tile, transposed)  # q_tile has the scale
+                    dk_stack[:, :, n] += _matmul(ds.swapaxes(-1, -2), q_tile, transposed)
                     dq_tile += _matmul(ds, k_tile, visible)
-                dq_tile *= real(softmax_scale)
-                stack.store_q_rows(dq, m, dq_tile)
-            stack.store_kv_rows(dk, dk_stack)
+                stack.store_q_rows(dq, m, scale * dq_tile)
+            stack.store_kv_rows(dk, scale * dk_stack)
             stack.store_kv_rows(dv, dv_stack)
 
 

@@ -23,7 +23,7 @@ def attention(q, k, v, *, softmax_scale: float | None = None, **options):
     """
     q, k, v = _grouped(q, k, v)
     with np.errstate(all="ignore"):
-        visible = _visible(q.shape[-2], k.shape[-2], options)
+        visible = visibility(q.shape[-2], k.shape[-2], options)
         p, lse = _softmax(_scores(q, k, softmax_scale), visible)
         out = select_matmul(p, v, visible)
     return _ungrouped(out), lse.reshape(lse.shape[0], lse.shape[1] * lse.shape[2], lse.shape[3])
@@ -34,7 +34,7 @@ def attention_backward(dout, q, k, v, *, softmax_scale: float | None = None, dls
     scale = _scale(q, softmax_scale)
     q, dout, k, v = _grouped(q, dout, k, v)
     with np.errstate(all="ignore"):
-        visible = _visible(q.shape[-2], k.shape[-2], options)
+        visible = visibility(q.shape[-2], k.shape[-2], options)
         p, lse = _softmax(_scores(q, k, scale), visible)
         delta = (dout * select_matmul(p, v, visible)).sum(-1)
         if dlse is not None:
@@ -48,22 +48,22 @@ def attention_backward(dout, q, k, v, *, softmax_scale: float | None = None, dls
     return _ungrouped(dq), _ungrouped(dk), _ungrouped(dv)
 
 
-def select_matmul(weights, rows, visible):
+def select_matmul(weights, rows, visible, matmul=np.matmul):
     """weights @ rows for weights (..., m, n) that are 0 where `visible` (m, n) is False, and rows (..., n, d).
 
     Rows with NaN or inf contribute exactly to those that see them: an ordinary product would spread 0 * NaN.
     """
     finite = np.isfinite(rows).all(-1)
     if finite.all():
-        return weights @ rows
-    product = weights @ np.where(finite[..., None], rows, 0)
+        return matmul(weights, rows)
+    product = matmul(weights, np.where(finite[..., None], rows, 0))
     for n in np.flatnonzero(~finite.reshape(-1, finite.shape[-1]).all(0)):
         row = np.where(finite[..., n, None], 0, rows[..., n, :])
         product = product + np.where(visible[:, n, None], weights[..., n, None] * row[..., None, :], 0)
     return product
 
 
-def _visible(seqlen_q: int, seqlen_k: int, options: dict[str, object]):
+def visibility(seqlen_q: int, seqlen_k: int, options: dict[str, object]):
     """(seqlen_q, seqlen_k): which query sees which key."""
     terms = {feature.name: feature.visible for feature in features.FEATURES}
     if unknown := options.keys() - terms.keys():

@@ -1,0 +1,210 @@
+"""The error bar: at most twice the error of ordinary attention in the same precision, and the rounding of the result.
+
+For a gradient there is also the rounding of what the backward is given, where ordinary attention has it exactly: of
+`lse`, which p = exp(s - lse) feels in proportion to |lse|, and of `out`, from which comes delta. What these do to first
+order is added to the bar.
+
+Ordinary attention forms the whole score matrix in the arrays' dtype, and its softmax in float32 (float64 for float64).
+How large its error comes out also depends on the order in which it sums, so it is done term by term and by the BLAS,
+the latter in several orders of the keys and of head_dim, and the largest error counts. Before any value is compared,
+the positions of inf and NaN must match.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from pyflash import reference
+
+_FACTOR = 2
+_RANDOM_ORDERS = 2
+
+
+def assert_attention(out, lse, q, k, v, *, softmax_scale: float | None = None, **options) -> None:
+    """Check what a forward call returned. `lse` may be None. Arrays are NumPy's."""
+    expected, expected_lse = reference.attention(q, k, v, softmax_scale=softmax_scale, **options)
+    ordinary = [x.attention() for x in _ordinary(q, k, v, softmax_scale, options)]
+    assert_close(out, expected, [out for out, _ in ordinary], "out", _rounding(q.dtype))
+    assert out.dtype == q.dtype
+    if lse is not None:
+        assert_close(lse, expected_lse, [lse for _, lse in ordinary], "lse", _rounding(lse.dtype))
+        assert lse.dtype == _real(q.dtype)
+
+
+def assert_gradients(gradients, dout, q, k, v, *, dlse=None, softmax_scale: float | None = None, **options) -> None:
+    """Check the dq, dk, dv that a backward call returned."""
+    expected = reference.attention_backward(dout, q, k, v, dlse=dlse, softmax_scale=softmax_scale, **options)
+    ordinary = list(_ordinary(q, k, v, softmax_scale, options))
+    others = [x.gradients(dout, dlse) for x in ordinary]
+    allowances = ordinary[0].given_rounding(dout, dlse)
+    for i, name in enumerate(("dq", "dk", "dv")):
+        assert_close(gradients[i], expected[i], [x[i] for x in others], name, _rounding(q.dtype), allowances[i])
+        assert gradients[i].dtype == q.dtype
+
+
+def assert_close(
+    actual: np.ndarray,
+    expected: np.ndarray,
+    ordinary: Sequence[np.ndarray],
+    name: str,
+    rounding: float,
+    allowance: np.ndarray | float = 0.0,
+) -> None:
+    """`expected` is float64; `ordinary` holds the same quantity by ordinary attention in the precision of `actual`.
+    `rounding` is relative to the result; `allowance` comes on top."""
+    assert actual.shape == expected.shape, f"{name}: shape {actual.shape}, not {expected.shape}"
+    with np.errstate(all="ignore"):
+        rounded = expected.astype(actual.dtype).astype(np.float64)  # inf where it exceeds the dtype's range
+    actual = actual.astype(np.float64)
+    for kind, where in (("NaN", np.isnan), ("inf", np.isposinf), ("-inf", np.isneginf)):
+        wrong = np.argwhere(where(actual) != where(rounded))
+        assert not len(wrong), (
+            f"{name}: {len(wrong)} wrong positions of {kind}, first {tuple(wrong[0])}: "
+            f"got {actual[tuple(wrong[0])]}, not {expected[tuple(wrong[0])]}"
+        )
+    finite = np.isfinite(rounded)
+    if not finite.any():
+        return
+    right = expected[finite]
+    error = np.abs(actual[finite] - right)
+    others = [np.abs(np.nan_to_num(x.astype(np.float64)[finite], nan=np.inf) - right) for x in ordinary]
+    allowance = np.broadcast_to(allowance, actual.shape)[finite]
+    worst = tuple(np.argwhere(finite)[np.argmax(error)].tolist())
+    for measure, size in (("largest", _largest), ("root mean square", _root_mean_square)):
+        bar = _FACTOR * max(map(size, others)) + rounding * size(right) + size(allowance)
+        assert size(error) <= bar, (
+            f"{name}: {measure} error {size(error):.3g}, allowed {bar:.3g}; worst at {worst}: "
+            f"got {actual[worst]}, not {expected[worst]}"
+        )
+
+
+def _largest(a) -> float:
+    return np.abs(a).max(initial=0.0)
+
+
+def _root_mean_square(a) -> float:
+    return np.sqrt(np.mean(np.square(a)))
+
+
+def _rounding(dtype: np.dtype) -> float:
+    """The relative rounding of a result, and of a few operations where ordinary attention happens to make none."""
+    return max(float(_finfo(dtype).eps), 4 * float(np.finfo(_real(dtype)).eps))
+
+
+def _real(dtype: np.dtype) -> type:
+    """What arrays of a dtype are computed in."""
+    return np.float64 if dtype == np.float64 else np.float32
+
+
+def _finfo(dtype: np.dtype):
+    if dtype.kind == "f":
+        return np.finfo(dtype)
+    import ml_dtypes
+
+    return ml_dtypes.finfo(dtype)
+
+
+def _ordinary(q, k, v, softmax_scale: float | None, options: dict[str, object]) -> Iterator[Ordinary]:
+    """Ordinary attention, summed in several ways."""
+    rng = np.random.default_rng(0)
+    seqlen_k, head_dim = k.shape[1], k.shape[3]
+    visible = reference.visibility(q.shape[1], seqlen_k, options)
+    scale = 1 / np.sqrt(head_dim) if softmax_scale is None else softmax_scale
+    keys, dims = np.arange(seqlen_k), np.arange(head_dim)
+    yield Ordinary(q, k, v, scale, visible, keys, dims, _term_by_term)
+    yield Ordinary(q, k, v, scale, visible, keys[::-1], dims[::-1], np.matmul)
+    for _ in range(_RANDOM_ORDERS):
+        yield Ordinary(q, k, v, scale, visible, rng.permutation(keys), rng.permutation(dims), np.matmul)
+
+
+def _term_by_term(a, b):
+    """a @ b."""
+    total = np.zeros((*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1]), a.dtype)
+    for n in range(a.shape[-1]):
+        total += a[..., n, None] * b[..., n, None, :]
+    return total
+
+
+class Ordinary:
+    """Attention as one would write it with an array library: the products' results in the arrays' dtype, softmax in
+    float32. The keys are taken in the order `keys`, and the components of q and k in the order `dims`."""
+
+    def __init__(self, q, k, v, scale: float, visible, keys, dims, matmul):
+        self.dtype, self.real = q.dtype, _real(q.dtype)
+        self.keys, self.dims, self.matmul = keys, dims, matmul
+        self.group = q.shape[2] // k.shape[2]
+        self.scale, self.visible = self.real(scale), visible[:, keys]
+        k, v = (np.repeat(a[:, keys], self.group, axis=2) for a in (k, v))  # one kv head for each query head
+        self.q, self.k, self.v = self._rows(q[..., dims]), self._rows(k[..., dims]), self._rows(v)
+        with np.errstate(all="ignore"):
+            s = self.scale * matmul(self.q, self.k.swapaxes(-1, -2))
+            self.unrounded_p, self.lse = self._softmax(s)
+            self.p = self._softmax(self._rounded(s))[0]
+
+    def attention(self) -> tuple[np.ndarray, np.ndarray]:
+        with np.errstate(all="ignore"):
+            out = self._selected(self._rounded(self.p), self.v, self.visible)
+            return out.swapaxes(1, 2).astype(self.dtype), self.lse
+
+    def gradients(self, dout, dlse) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        dout = self._rows(dout)
+        transposed = self.visible.T
+        with np.errstate(all="ignore"):
+            dv = self._selected(self._rounded(self.p).swapaxes(-1, -2), dout, transposed)
+            dp = np.where(self.visible, self._rounded(self.matmul(dout, self.v.swapaxes(-1, -2))), 0)
+            delta = (self.p * dp).sum(-1, keepdims=True) - (0 if dlse is None else dlse[..., None])
+            ds = self._rounded(np.where(self.visible, self.p * (dp - delta), 0))
+            dq = self.scale * self._selected(ds, self.k, self.visible)
+            dk = self.scale * self._selected(ds.swapaxes(-1, -2), self.q, transposed)
+            dk, dv = self._per_kv_head(dk), self._per_kv_head(dv)
+        return tuple(a.astype(self.dtype) for a in self._in_order(dq, dk, dv))
+
+    def given_rounding(self, dout, dlse) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What rounding lse and out does to dq, dk and dv: p = exp(s - lse) is off by a factor in each row, delta by a
+        term. Rows err together, as where all are equal, or independently: both sums are allowed."""
+        dout, q, k, v = (a.astype(np.float64) for a in (self._rows(dout), self.q, self.k, self.v))
+        p = self.unrounded_p.astype(np.float64)
+        with np.errstate(all="ignore"):
+            out, dp = p @ v, dout @ v.swapaxes(-1, -2)
+            delta = (p * dp).sum(-1, keepdims=True) - (0 if dlse is None else dlse[..., None])
+            ds = np.where(self.visible, p * (dp - delta), 0)
+            of_p = np.finfo(self.real).eps / 2 * np.abs(np.where(np.isfinite(self.lse), self.lse, 0))[..., None]
+            of_delta = _rounding(self.dtype) * np.sqrt(np.square(dout * out).sum(-1, keepdims=True))
+
+            def together_and_apart(weights, rows):
+                weights = weights.swapaxes(-1, -2)
+                sums = np.abs(weights @ rows) + np.sqrt(np.square(weights) @ np.square(rows))
+                return self._per_kv_head(sums)
+
+            dq = abs(self.scale) * (of_p * np.abs(ds @ k) + of_delta * np.abs(p @ k))
+            dk = abs(self.scale) * (together_and_apart(of_p * ds, q) + together_and_apart(of_delta * p, q))
+            dv = together_and_apart(of_p * p, dout)
+        return self._in_order(dq, dk, dv)
+
+    def _selected(self, weights, rows, visible):
+        return reference.select_matmul(weights, rows, visible, self.matmul)
+
+    def _softmax(self, s):
+        s = np.where(self.visible, s, -np.inf)
+        row_max = s.max(-1, keepdims=True, initial=-np.inf)
+        p = np.exp(s - np.where(row_max == -np.inf, 0, row_max))
+        row_sum = self.matmul(p, np.ones((p.shape[-1], 1), p.dtype))
+        p = np.where(self.visible, p / np.where(row_sum == 0, 1, row_sum), 0).astype(self.real)
+        return p, (row_max + np.log(row_sum))[..., 0]
+
+    def _rows(self, a):
+        """(batch, seqlen, heads, dim) -> (batch, heads, seqlen, dim)."""
+        return np.ascontiguousarray(a.swapaxes(1, 2), self.real)
+
+    def _per_kv_head(self, a):
+        return a.reshape(a.shape[0], a.shape[1] // self.group, self.group, *a.shape[2:]).sum(2)
+
+    def _in_order(self, dq, dk, dv):
+        """Rows of gradients as (batch, seqlen, heads, dim), keys and components where they belong."""
+        keys, dims = np.argsort(self.keys), np.argsort(self.dims)
+        return tuple(a.swapaxes(1, 2) for a in (dq[..., dims], dk[..., keys, :][..., dims], dv[..., keys, :]))
+
+    def _rounded(self, a):
+        return a.astype(self.dtype).astype(self.real)

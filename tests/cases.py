@@ -1,0 +1,275 @@
+"""The calls that every tier tests: named cases, adversarial values, memory layouts, and Hypothesis strategies.
+
+A `Case` says everything about a call but the library that holds its arrays. Each kind of condition in which attention
+goes wrong is in `CASES` by name; `cases()` draws the space around them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+from hypothesis import strategies as st
+
+from pyflash import features
+
+
+def lengths(tile: int) -> tuple[int, ...]:
+    """Sequence lengths around a tile's edges."""
+    return 0, 1, tile - 1, tile, tile + 1, 2 * tile + 63
+
+
+@dataclass(frozen=True)
+class Case:
+    batch: int = 2
+    seqlen_q: int = 65
+    seqlen_k: int = 127
+    heads_q: int = 2
+    heads_kv: int = 2
+    head_dim: int = 64
+    head_dim_v: int = 64
+    dtype: str = "float32"
+    softmax_scale: float | None = None
+    options: tuple[tuple[str, object], ...] = ()  # features that are on
+    values: str = "normal"  # a key of VALUES
+    layouts: tuple[str, str, str, str] = ("contiguous",) * 4  # of q, k, v, dout: keys of LAYOUTS
+    dlse: bool = False
+    seed: int = 0
+
+    @property
+    def call(self) -> dict[str, object]:
+        """The keyword arguments of the public functions."""
+        return {"softmax_scale": self.softmax_scale, **dict(self.options)}
+
+    @property
+    def scale(self) -> float:
+        return 1 / math.sqrt(self.head_dim) if self.softmax_scale is None else self.softmax_scale
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        out = (self.batch, self.seqlen_q, self.heads_q, self.head_dim_v)
+        return {
+            "q": (self.batch, self.seqlen_q, self.heads_q, self.head_dim),
+            "k": (self.batch, self.seqlen_k, self.heads_kv, self.head_dim),
+            "v": (self.batch, self.seqlen_k, self.heads_kv, self.head_dim_v),
+            "dout": out,
+            "lse": (self.batch, self.heads_q, self.seqlen_q),
+        }
+
+    @property
+    def group(self) -> int:
+        return self.heads_q // self.heads_kv
+
+    def arrays(self, xp=np) -> dict[str, object]:
+        """q, k, v, dout, and dlse if the case has one: arrays of `xp` (NumPy or CuPy) in the case's layouts."""
+        rng = np.random.default_rng(self.seed)
+        made = VALUES[self.values](self, rng)
+        dtype = numpy_dtype(self.dtype)
+        arrays = {}
+        for (name, value), layout in zip(made.items(), self.layouts, strict=True):
+            arrays[name] = LAYOUTS[layout].place(value.astype(np.float32 if dtype.itemsize < 4 else dtype), dtype, xp)
+        if self.dlse:
+            arrays["dlse"] = xp.asarray(rng.standard_normal(self.shapes["lse"]).astype(self.lse_dtype))
+        return arrays
+
+    @property
+    def lse_dtype(self) -> str:
+        return "float64" if self.dtype == "float64" else "float32"
+
+
+def numpy_dtype(name: str) -> np.dtype:
+    if name == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+# Functions (case, rng) -> q, k, v, dout in float64. Finite, and finite in float16.
+
+
+def _normal(case: Case, rng, factor: float = 1.0) -> dict[str, np.ndarray]:
+    return {name: factor * rng.standard_normal(case.shapes[name]) for name in ("q", "k", "v", "dout")}
+
+
+def _q_zero(case, rng):
+    """Every score is equal: the mean of the visible v."""
+    made = _normal(case, rng)
+    return {**made, "q": np.zeros_like(made["q"])}
+
+
+def _row_offsets(case, rng):
+    """The scores of a row lie around an offset of its own, up to 1e5 * softmax_scale either way (within float16's range
+    for float16): softmax must not care. The offset enters through the first component."""
+    made = _normal(case, rng)
+    size = 250 if case.dtype == "float16" else 316
+    made["k"][..., 0] = size
+    made["q"][..., 0] = rng.choice([-size, -3, 0, 3, size], made["q"].shape[:-1])
+    return made
+
+
+def _all_far_below_zero(case, rng):
+    """Every score is the same large negative number."""
+    made = _normal(case, rng)
+    return {**made, "q": np.full_like(made["q"], 64), "k": np.full_like(made["k"], -64)}
+
+
+def _sharp(case, rng):
+    """Scores of some hundreds: nearly all weight on one key."""
+    made = _normal(case, rng)
+    return {**made, "q": 40 * made["q"], "k": 10 * made["k"]}
+
+
+def _rising(case, rng):
+    """Scores grow with the key's position, or fall: the running maximum changes in every tile, or never."""
+    made = _normal(case, rng)
+    ramp = np.linspace(-1, 1, case.seqlen_k)[:, None, None] if case.seqlen_k else 0.0
+    signs = rng.choice([-1, 1], (*made["q"].shape[:-1], 1))
+    return {**made, "q": made["q"] + 8 * signs, "k": made["k"] + 8 * ramp}
+
+
+def _v_constant(case, rng):
+    made = _normal(case, rng)
+    return {**made, "v": np.full_like(made["v"], 1.5)}
+
+
+VALUES: dict[str, Callable[[Case, np.random.Generator], dict[str, np.ndarray]]] = {
+    "normal": _normal,
+    "times 3": partial(_normal, factor=3.0),
+    "tiny": partial(_normal, factor=1e-3),
+    "q zero": _q_zero,
+    "row offsets": _row_offsets,
+    "all far below zero": _all_far_below_zero,
+    "sharp": _sharp,
+    "rising": _rising,
+    "v constant": _v_constant,
+}
+
+
+# ---- layouts ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How an array of shape (batch, seqlen, heads, head_dim) lies in memory."""
+
+    storage: Callable[[tuple[int, ...]], tuple[int, ...]] = tuple  # the shape of the memory
+    view: Callable[[object], object] = field(default=lambda memory: memory, repr=False)  # that memory -> the array
+    repeated: tuple[int, ...] = ()  # axes with stride 0: the first value stands for all
+
+    def place(self, value: np.ndarray, dtype: np.dtype, xp=np):
+        """An array with this layout and these values; what else its memory holds is NaN."""
+        kept = value[tuple(slice(1) if axis in self.repeated else slice(None) for axis in range(value.ndim))]
+        memory = np.full(self.storage(kept.shape), np.nan, dtype)
+        self.view(memory)[...] = kept
+        placed = self.view(xp.asarray(memory))
+        return xp.broadcast_to(placed, value.shape) if self.repeated else placed
+
+
+LAYOUTS: dict[str, Layout] = {
+    "contiguous": Layout(),
+    "heads first": Layout(lambda s: (s[0], s[2], s[1], s[3]), lambda m: m.swapaxes(1, 2)),
+    "packed": Layout(lambda s: (*s[:2], 3, *s[2:]), lambda m: m[:, :, 1]),
+    "one off": Layout(lambda s: (*s[:3], s[3] + 1), lambda m: m[..., 1:]),
+    "wide rows": Layout(lambda s: (*s[:3], s[3] + 16), lambda m: m[..., :-16]),
+    "columns first": Layout(lambda s: (s[0], s[1], s[3], s[2]), lambda m: m.swapaxes(2, 3)),
+    "every second": Layout(lambda s: (s[0], 2 * s[1], s[2], 2 * s[3]), lambda m: m[:, ::2, :, ::2]),
+    "backwards": Layout(view=lambda m: m[:, ::-1]),
+    "one number": Layout(repeated=(0, 1, 2, 3)),
+    "one batch for all": Layout(repeated=(0,)),
+}
+
+
+# ---- named cases -----------------------------------------------------------------------------------------------------
+
+CAUSAL = (("causal", True),)
+HALVES, FULLS = ("float16", "bfloat16"), ("float32", "float64")
+DTYPES = HALVES + FULLS
+
+CASES: dict[str, Case] = {
+    "plain": Case(),
+    "causal": Case(options=CAUSAL),
+    "causal, more queries than keys": Case(seqlen_q=200, seqlen_k=70, options=CAUSAL),
+    "all logits far below zero": Case(1, 1, 16, 1, 1, 128, 128, "bfloat16", values="all far below zero"),
+    "causal, first visited tile masked, logits near -200": Case(
+        1, 88, 448, 14, 2, 64, 64, "bfloat16", softmax_scale=200 / 64**3, options=CAUSAL, values="all far below zero"
+    ),
+    "rows with no visible key": Case(1, 40, 8, 1, 1, 8, 8, options=CAUSAL, dlse=True),
+    "no keys": Case(seqlen_k=0),
+    "no queries": Case(seqlen_q=0),
+    "empty batch": Case(batch=0),
+    "one query": Case(seqlen_q=1, seqlen_k=319),
+    "scale zero": Case(softmax_scale=0.0),
+    "scale negative": Case(softmax_scale=-0.2, options=CAUSAL),
+    "only v transposed": Case(
+        1, 62, 62, 2, 2, 128, 128, "bfloat16", layouts=("contiguous", "contiguous", "heads first", "contiguous")
+    ),
+    "dout a slice": Case(layouts=("contiguous",) * 3 + ("packed",)),
+    "dout of a sum": Case(layouts=("contiguous",) * 3 + ("one number",)),
+    "packed qkv": Case(seqlen_q=65, seqlen_k=65, layouts=("packed",) * 4),
+    "pointers one element off": Case(layouts=("one off",) * 4),
+    "strides in head_dim": Case(layouts=("every second", "columns first", "every second", "columns first")),
+    "one key": Case(1, 1, 1, 1, 1, 16, 16, "float16", values="times 3"),
+    "groups of 4, three of them": Case(heads_q=12, heads_kv=3, options=CAUSAL),
+    "multi-query": Case(heads_q=8, heads_kv=1),
+    "head_dim_v smaller": Case(head_dim=64, head_dim_v=24),
+    "head_dim_v larger": Case(head_dim=24, head_dim_v=128, options=CAUSAL),
+    "head_dim 1": Case(head_dim=1, head_dim_v=1),
+    "head_dim 256": Case(1, 65, 65, 1, 1, 256, 256, options=CAUSAL),
+    "odd head_dim": Case(head_dim=37, head_dim_v=81, options=CAUSAL),
+    "row offsets": Case(values="row offsets"),
+    "gradient of lse": Case(options=CAUSAL, dlse=True),
+}  # fmt: skip
+
+# For the GPU alone: sizes that break 32-bit offsets and grid limits.
+LARGE_CASES: dict[str, Case] = {
+    "batch 65536": Case(65536, 16, 16, 1, 1, 80, 80, "float16"),
+    "heads 65536": Case(1, 16, 16, 65536, 65536, 80, 80, "float16"),
+    "sequences of one": Case(8300, 1, 1, 16, 16, 128, 128, "bfloat16"),
+    "many short key ranges": Case(300, 2048, 128, 1, 1, 128, 128, "float16", values="times 3"),
+}
+
+
+# ---- strategies ------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def option_sets(draw) -> tuple[tuple[str, object], ...]:
+    """Any subset of the features."""
+    strategies = {"causal": st.just(True)}
+    names = draw(st.lists(st.sampled_from([f.name for f in features.FEATURES]), unique=True))
+    return tuple((name, draw(strategies[name])) for name in sorted(names))
+
+
+@st.composite
+def cases(draw, *, tile: int = 64, dtypes: tuple[str, ...] = DTYPES, max_head_dim: int = 256) -> Case:
+    """Any call of moderate size, with lengths around the edges of `tile`."""
+    length = st.one_of(st.sampled_from(lengths(tile)), st.integers(0, 2 * tile + 63))
+    head_dims = st.one_of(
+        st.sampled_from([d for d in (8, 16, 32, 64, 80, 96, 128, 192, 256) if d <= max_head_dim]),
+        st.integers(1, max_head_dim),
+    )
+    # In a sum of equal numbers the error is a matter of luck, for ordinary attention too.
+    varied = sorted(name for name, layout in LAYOUTS.items() if len(layout.repeated) < 4)
+    heads_kv, group = draw(st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 2), (3, 4)]))
+    head_dim = draw(head_dims)
+    return Case(
+        batch=draw(st.sampled_from([1, 2, 3, 0])),
+        seqlen_q=draw(length),
+        seqlen_k=draw(length),
+        heads_q=heads_kv * group,
+        heads_kv=heads_kv,
+        head_dim=head_dim,
+        head_dim_v=draw(st.one_of(st.just(head_dim), head_dims)),
+        dtype=draw(st.sampled_from(dtypes)),
+        softmax_scale=draw(st.sampled_from([None, None, 0.3, 0.0, -0.1])),
+        options=draw(option_sets()),
+        values=draw(st.sampled_from(sorted(VALUES))),
+        layouts=draw(st.tuples(*[st.sampled_from(varied)] * 4)),
+        dlse=draw(st.booleans()),
+        seed=draw(st.integers(0, 2**16)),
+    )

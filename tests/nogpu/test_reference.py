@@ -1,0 +1,147 @@
+"""The oracle itself, against loops, finite differences and answers known without computing."""
+
+import math
+
+import numpy as np
+import pytest
+from cases import CASES, Case, cases
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pyflash import reference
+
+small = cases(tile=5, max_head_dim=9, dtypes=("float64",))
+
+
+def arrays_of(case: Case):
+    arrays = case.arrays()
+    return arrays["q"], arrays["k"], arrays["v"], arrays["dout"], arrays.get("dlse")
+
+
+def by_loops(q, k, v, scale: float, causal: bool):
+    """The definition, one row at a time."""
+    (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = q.shape, k.shape
+    out = np.zeros((batch, seqlen_q, heads, v.shape[3]))
+    lse = np.full((batch, heads, seqlen_q), -np.inf)
+    for b, i, h in np.ndindex(batch, seqlen_q, heads):
+        g = h // (heads // heads_kv)
+        seen = [j for j in range(seqlen_k) if not causal or j <= i + seqlen_k - seqlen_q]
+        s = [scale * math.fsum(q[b, i, h] * k[b, j, g]) for j in seen]
+        if seen:
+            lse[b, h, i] = max(s) + math.log(math.fsum(math.exp(x - max(s)) for x in s))
+            weights = [math.exp(x - lse[b, h, i]) for x in s]
+            out[b, i, h] = sum(w * v[b, j, g] for w, j in zip(weights, seen, strict=True))
+    return out, lse
+
+
+@settings(max_examples=40)
+@given(small)
+def test_forward_is_the_definition(case):
+    q, k, v, _, _ = arrays_of(case)
+    out, lse = reference.attention(q, k, v, **case.call)
+    expected, expected_lse = by_loops(q, k, v, case.scale, dict(case.options).get("causal", False))
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-12, atol=1e-12)
+    # What one ulp of a score does to its exponential is not the oracle's fault.
+    spread = 1e-12 * (1 + np.abs(lse[np.isfinite(lse)]).max(initial=0))
+    np.testing.assert_allclose(out, expected, rtol=spread, atol=spread * np.abs(v).max(initial=0))
+
+
+@settings(max_examples=40)
+@given(small, st.sampled_from(["q", "k", "v"]), st.integers(0, 2**32 - 1))
+def test_gradients_are_finite_differences(case, name, seed):
+    """In a random direction of one argument. Values are kept moderate: a difference quotient has few digits."""
+    case = Case(**{**case.__dict__, "values": "normal"})
+    q, k, v, dout, dlse = arrays_of(case)
+    inputs = {"q": q, "k": k, "v": v}
+
+    def loss(arrays):
+        out, lse = reference.attention(**arrays, **case.call)
+        seen = np.isfinite(lse)
+        return (out * dout).sum() + (0 if dlse is None else (lse[seen] * dlse[seen]).sum())
+
+    direction = np.random.default_rng(seed).standard_normal(inputs[name].shape)
+    step = 1e-5
+    moved = [loss({**inputs, name: inputs[name] + sign * step * direction}) for sign in (1, -1)]
+    gradients = reference.attention_backward(dout, q, k, v, dlse=dlse, **case.call)
+    slope = (gradients["qkv".index(name)] * direction).sum()
+    np.testing.assert_allclose((moved[0] - moved[1]) / (2 * step), slope, rtol=1e-5, atol=1e-5)
+
+
+def test_free_answers():
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (rng.standard_normal((2, 7, 3, 4)) for _ in range(4))
+    out, lse = reference.attention(np.zeros_like(q), k, v)
+    np.testing.assert_allclose(out, np.broadcast_to(v.mean(1, keepdims=True), v.shape))
+    np.testing.assert_allclose(lse, math.log(7))
+
+    out, _ = reference.attention(q, k, np.ones_like(v), causal=True)
+    np.testing.assert_allclose(out, 1)
+
+    out, _ = reference.attention(q[:, :1], k[:, :1], v[:, :1])
+    np.testing.assert_array_equal(out, v[:, :1])
+    dq, dk, dv = reference.attention_backward(dout[:, :1], q[:, :1], k[:, :1], v[:, :1])
+    np.testing.assert_array_equal(np.stack([dq, dk]), 0)
+    np.testing.assert_array_equal(dv, dout[:, :1])
+
+    order = rng.permutation(7)
+    right = (*reference.attention(q, k, v), *reference.attention_backward(dout, q, k, v))
+    permuted = [*reference.attention(q, k[:, order], v[:, order])]
+    permuted += reference.attention_backward(dout, q, k[:, order], v[:, order])
+    permuted[3:] = [gradient[:, np.argsort(order)] for gradient in permuted[3:]]
+    for x, y in zip(right, permuted, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", ["rows with no visible key", "no keys"])
+def test_rows_that_see_nothing(name):
+    case = CASES[name]
+    q, k, v, dout, dlse = arrays_of(case)
+    blind = case.seqlen_q - case.seqlen_k
+    out, lse = reference.attention(q, k, v, **case.call)
+    dq, dk, dv = reference.attention_backward(dout, q, k, v, dlse=dlse, **case.call)
+    assert (out[:, :blind] == 0).all() and (dq[:, :blind] == 0).all()
+    assert np.isneginf(lse[..., :blind]).all() and np.isfinite(lse[..., blind:]).all()
+    assert all(np.isfinite(x).all() for x in (out, dq, dk, dv))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_hidden_row_has_no_influence(value):
+    """Query i and key j > i: whatever the key holds must not reach the query, nor the other way round."""
+    rng = np.random.default_rng(1)
+    q, k, v, dout = (rng.standard_normal((1, 6, 2, 3)) for _ in range(4))
+    clean = (*reference.attention(q, k, v, causal=True), *reference.attention_backward(dout, q, k, v, causal=True))
+    k[:, 4], v[:, 4] = value, value  # seen by queries 4 and 5
+    out, lse = reference.attention(q, k, v, causal=True)
+    dq, _, _ = reference.attention_backward(dout, q, k, v, causal=True)
+    np.testing.assert_array_equal(out[:, :4], clean[0][:, :4])
+    np.testing.assert_array_equal(lse[..., :4], clean[1][..., :4])
+    np.testing.assert_array_equal(dq[:, :4], clean[2][:, :4])
+    assert np.isnan(out[:, 5]).all()
+
+    k[:, 4], v[:, 4] = 0, 0
+    clean = reference.attention_backward(dout, q, k, v, causal=True)
+    q[:, 2], dout[:, 2] = value, value  # sees keys 0 to 2
+    _, dk, dv = reference.attention_backward(dout, q, k, v, causal=True)
+    np.testing.assert_array_equal(dk[:, 3:], clean[1][:, 3:])
+    np.testing.assert_array_equal(dv[:, 3:], clean[2][:, 3:])
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_select_matmul_is_a_sum_over_what_is_visible(seed):
+    rng = np.random.default_rng(seed)
+    m, n, d = rng.integers(1, 6, 3)
+    visible = rng.random((m, n)) < 0.6
+    weights = np.where(visible, rng.standard_normal((2, m, n)), 0)
+    rows = np.where(rng.random((2, n, d)) < 0.2, rng.choice([np.nan, np.inf, -np.inf]), rng.standard_normal((2, n, d)))
+    with np.errstate(invalid="ignore"):
+        expected = np.zeros((2, m, d))
+        for b, i, j in np.ndindex(2, m, n):
+            if visible[i, j]:
+                expected[b, i] += weights[b, i, j] * rows[b, j]
+        np.testing.assert_allclose(reference.select_matmul(weights, rows, visible), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_unknown_options_are_refused():
+    q = np.ones((1, 2, 1, 3))
+    with pytest.raises(TypeError, match="casual"):
+        reference.attention(q, q, q, casual=True)
