@@ -1,4 +1,27 @@
-// Forward attention for Hopper
+// Forward attention on Hopper with wgmma, TMA and warp specialisation:  o = softmax(q kT) v,  lse = log(sum(exp(s))).
+//
+// A CTA stays on its multiprocessor and takes output tiles of TILE_M query rows of one head in turn. One thread of
+// warpgroup 0 loads; each other warpgroup computes 64 rows of the tile, walking the visible keys in tiles of TILE_N
+// from the last to the first. Scores and output are accumulators in registers; the probabilities stay in registers too,
+// as operand a of the second product.
+//
+//   warp roles      0      produce   q, k, v by TMA, as far ahead as the buffers reach, across output tiles
+//                   1..    consume   s = q kT, softmax, o += p v; o and lse straight to global memory
+//
+//   one step of a consumer, for key tile n (walked downwards)
+//     tensor core   s[n] = q k[n]T | o += p[n+1] v[n+1] | (the other warpgroups' products)
+//     other pipes                  | p[n] = 2^(s[n] * scale - reference) | round p[n] |
+//   PING_PONG: consumers start their products in turn, so that one's exponentials lie under another's products.
+//   SCORE_EARLY: the first scores of the next output tile are started beside the last products of this one, and o is
+//   stored under them.
+//
+// The reference is a stale maximum (softmax.cuh): no maximum is looked for, and o is not rescaled. The sum of the new
+// probabilities tells if a score was too large for that; then, rarely, the warp alone computes its scores anew
+// (warp_products) and takes the ordinary step.
+//
+// Shared memory (struct Smem): rings of Q_STAGES tiles of q and STAGES tiles of k and of v, each buffer with a "full"
+// mbarrier (bytes landed) and an "empty" one (an arrival from every warp that has read it). What the next output tile is
+// travels with q.
 #include "mask.cuh"
 #include "softmax.cuh"
 #include "tile_sm90.cuh"
@@ -171,6 +194,7 @@ extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS) fw
   auto start_scores = [&]() {  // s = q kT
     const u64 a = descriptor_k_major(smem_u32(smem.q[q.index][wg]));
     const u64 b = descriptor_k_major(smem_u32(smem.k[k.index]));
+    wgmma_fence();
     wgmma_ss<Element, TILE_N, false, false, false>(s_rmem, a, b);
 #pragma unroll
     for (int i = 1; i < D_STEPS; i++) {
@@ -182,6 +206,7 @@ extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS) fw
   };
   auto start_output = [&]() {  // o += p v
     const u64 b = descriptor_mn_major(smem_u32(smem.v[v.index]), sizeof(smem.v[0][0]));
+    wgmma_fence();
 #pragma unroll
     for (int i = 0; i < KEY_STEPS; i++) {
       wgmma_rs<Element, TILE_DV, true, true>(o_rmem, p_rmem[i], descriptor_at(b, i * 16 * CHUNK_ROW_BYTES));
@@ -219,7 +244,6 @@ extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS) fw
     take_turn();
     wgmma_hold(o_rmem);
     wgmma_hold(p_rmem);
-    wgmma_fence();
     start_scores();
     mbarrier_wait(&smem.v_full[v.index], v.parity);
     start_output();
@@ -306,8 +330,7 @@ extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS) fw
       if (any) {
         mbarrier_wait(&smem.k_full[k.index], k.parity);
         take_turn();
-        wgmma_fence();
-        start_scores();
+          start_scores();
         pass_turn();
         wgmma_wait<0>();
         wgmma_hold(s_rmem);
@@ -332,7 +355,6 @@ extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS) fw
       mbarrier_wait(&smem.v_full[v.index], v.parity);
       wgmma_hold(o_rmem);
       wgmma_hold(p_rmem);
-      wgmma_fence();
       start_output();
       float inverse[2];
       finish_rows(inverse);
@@ -347,8 +369,7 @@ extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS) fw
       if (scored) {
         mbarrier_wait(&smem.k_full[k.index], k.parity);
         take_turn();
-        wgmma_fence();
-        start_scores();
+          start_scores();
         pass_turn();
         wgmma_wait<1>();
         wgmma_hold(o_rmem);

@@ -227,6 +227,8 @@ def _finish(
 
 
 def _forward(problem: Problem, device: Device, family: str, notes: tuple[str, ...]) -> Plan:
+    if family == "sm90":
+        return _forward_sm90(problem, device, notes)
     tensors = dict(problem.tensors)
     arrays = {name: tensors[name] for name in ("q", "k", "v", "o")}
     launch = _launch(
@@ -238,6 +240,39 @@ def _forward(problem: Problem, device: Device, family: str, notes: tuple[str, ..
         lambda n: n["num_m_blocks"] * problem.num_heads_q * problem.batch,
     )
     return _finish(problem, family, [launch], {}, notes)
+
+
+def _heads_per_section(problem: Problem, device: Device) -> int:
+    """How many query heads have their tiles ordered together, longest first: those whose k and v fit in half of L2."""
+    if not problem.option("causal"):
+        return 1  # all tiles are equally long: those of one head follow each other
+    groups = problem.batch * problem.num_heads_kv
+    group_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
+    sections = _cdiv(groups, max(device.l2_bytes // 2 // group_bytes, 1))
+    return _cdiv(groups, sections) * problem.qheads_per_kv
+
+
+def _forward_sm90(problem: Problem, device: Device, notes: tuple[str, ...]) -> Plan:
+    tensors = dict(problem.tensors)
+    row = _row(problem, KERNELS["fwd_sm90"], device)
+    tiles = _cdiv(problem.seqlen_q, row.tile_m) * problem.num_heads_q * problem.batch
+    if tiles + device.sm_count > _MAX_GRID:
+        raise Unsupported(f"fwd_sm90 would have {tiles} output tiles for {problem}; it counts to {_MAX_GRID}")
+    launch = _launch(
+        problem,
+        device,
+        "fwd_sm90",
+        {name: tensors[name] for name in ("q", "k", "v", "o")},
+        ("lse",) if "lse" in tensors else (),
+        lambda n: min(device.sm_count, tiles),
+        values={"num_tiles": tiles, "heads_per_section": _heads_per_section(problem, device)},
+        tensor_maps={
+            "tma_q": TensorMap("q", (64, 64)),
+            "tma_k": TensorMap("k", (64, row.tile_n)),
+            "tma_v": TensorMap("v", (64, row.tile_n)),
+        },
+    )
+    return _finish(problem, "sm90", [launch], {}, notes)
 
 
 def _backward(problem: Problem, device: Device, family: str, notes: tuple[str, ...]) -> Plan:

@@ -50,6 +50,15 @@ def _bwd_sm80_smem(row: Row, tile_d: int, tile_dv: int, itemsize: int) -> int:
     return row.tile_n * (tile_d + tile_dv) * itemsize + row.stages * (queries + scores)
 
 
+def _fwd_sm90_smem(row: Row, tile_d: int, tile_dv: int, itemsize: int) -> int:
+    knobs = dict(row.knobs)
+    chunked_d, chunked_dv = (-(-d // 64) * 64 * itemsize for d in (tile_d, tile_dv))
+    q = knobs["Q_STAGES"] * row.tile_m * chunked_d
+    kv = row.stages * row.tile_n * (chunked_d + chunked_dv)
+    control = knobs["Q_STAGES"] * row.tile_m // 64 * 32 + row.stages * 32  # mbarriers, and the work that travels with q
+    return -(-(q + kv + control) // 1024) * 1024
+
+
 def _no_smem(row: Row, tile_d: int, tile_dv: int, itemsize: int) -> int:
     return 0
 
@@ -83,6 +92,15 @@ def _bwd_sm80(head_dim: int, tile_m: int, tile_n: int, warps: int, split: int, k
     return Row(head_dim, tile_m, tile_n, warps * 32, 3, 1, why, (*knobs, ("DQ_WARPS", dq[0]), ("DQ_M_WARPS", dq[1])))
 
 
+def _fwd_sm90(head_dim: int, tile_m: int, tile_n: int, stages: int, q_stages: int, why: str, *, ping_pong: bool = True,
+              causal: bool | None = None) -> Row:  # fmt: skip
+    """One warpgroup loads; those that compute 64 rows each share the other registers."""
+    producer, consumer = {64: (56, 240), 128: (24, 240), 192: (32, 160)}[tile_m]
+    knobs = ("Q_STAGES", q_stages), ("PING_PONG", ping_pong), ("PRODUCER_REGS", producer), ("CONSUMER_REGS", consumer)
+    threads = 128 * (1 + tile_m // 64)
+    return Row(head_dim, tile_m, tile_n, threads, stages, 1, why, (*knobs, ("DYNAMIC", False)), causal=causal)
+
+
 def _rows(head_dim: int, rows: int, itemsize: int) -> Row:
     return Row(head_dim, rows, 1, 256, 1, 3, "eight 16-byte loads in flight a thread", itemsize=itemsize)
 
@@ -109,6 +127,20 @@ KERNELS: dict[str, Kernel] = {
             Row(64, 128, 128, 128, 1, 2, "placeholder"),
             Row(128, 128, 64, 128, 1, 2, "placeholder"),
             Row(256, 128, 64, 256, 1, 1, "placeholder"),
+        ),
+    ),
+    "fwd_sm90": Kernel(
+        dtypes=_HALF,
+        min_capability=(9, 0),
+        only_capability=(9, 0),
+        pad=16,
+        smem_bytes=_fwd_sm90_smem,
+        rows=(
+            _fwd_sm90(64, 192, 128, 4, 2, "three computing warpgroups hide the exponentials, which bind"),
+            _fwd_sm90(128, 128, 128, 2, 2, "two q tiles: the next tile's first scores beside this one's last products"),
+            _fwd_sm90(192, 128, 128, 2, 1, "head_dim_v up to 128"),
+            _fwd_sm90(192, 128, 112, 2, 1, "the most keys that fit beside q"),
+            _fwd_sm90(256, 128, 80, 2, 1, "the most keys that fit beside q"),
         ),
     ),
     "fwd_simt": Kernel(
