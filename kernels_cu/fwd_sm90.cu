@@ -20,7 +20,7 @@
 // (warp_products) and takes the ordinary step.
 //
 // Shared memory (struct Smem): rings of Q_STAGES tiles of q and STAGES tiles of k and of v, each buffer with a "full"
-// mbarrier (bytes landed) and an "empty" one (an arrival from every warp that has read it). What the next output tile is
+// mbarrier (bytes landed) and an "empty" one (an arrival from every warp that has read it). Which output tile comes next
 // travels with q.
 #include "mask.cuh"
 #include "softmax.cuh"
@@ -134,7 +134,8 @@ __device__ __forceinline__ void produce(const Params& p, Smem& smem) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS) fwd_sm90(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS)
+fwd_sm90(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
   const int warpgroup = uniform(threadIdx.x / WARPGROUP);
@@ -199,8 +200,8 @@ extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS) fw
 #pragma unroll
     for (int i = 1; i < D_STEPS; i++) {
       const int chunk = i / 4, bytes = i % 4 * 32;
-      wgmma_ss<Element, TILE_N, false, false, true>(
-          s_rmem, descriptor_at(a, chunk * sizeof(smem.q[0][0][0]) + bytes), descriptor_at(b, chunk * sizeof(smem.k[0][0]) + bytes));
+      wgmma_ss<Element, TILE_N, false, false, true>(s_rmem, descriptor_at(a, chunk * sizeof(smem.q[0][0][0]) + bytes),
+                                                    descriptor_at(b, chunk * sizeof(smem.k[0][0]) + bytes));
     }
     wgmma_commit();
   };

@@ -32,7 +32,7 @@ __device__ __forceinline__ void transpose_quad(u32 (&x)[4], int lane) {
 }
 
 // A warp's 16 rows of an accumulator (64, COLUMNS), each times its factor and rounded, straight from registers to
-// global memory, 16 bytes a lane and 64 a row: rows below `rows` and columns below `columns`. Row 0 is the warp's first.
+// global memory, 16 bytes a lane and 64 a row: rows below `rows`, counted from the warp's first, columns below `columns`.
 template <int COLUMNS, class Element>
 __device__ __forceinline__ void store_accumulator(Element* gmem, i64 row_stride, int rows, int columns,
                                                   const float (&acc_rmem)[COLUMNS / 2], const float (&factor)[2],
@@ -62,7 +62,7 @@ __device__ __forceinline__ u32 unit_address(u32 tile, int rows, int row, int uni
   return tile + (unit / UNITS * rows + row) * CHUNK_ROW_BYTES + (unit % UNITS ^ row % UNITS) * UNIT_BYTES;
 }
 
-// s(16, N) = a(16, 16 * STEPS) * b(N, 16 * STEPS)T by one warp alone, with mma.sync, in the layout of a warp's part of a
+// s(16, N) = a(16, 16 * STEPS) * b(N, 16 * STEPS)T by one warp alone, with mma.sync, in the layout of its part of a
 // wgmma accumulator. `a` is a tile of A_ROWS rows, of which the warp takes 16 from `a_row` on. Slow and small: for what
 // happens rarely.
 template <class Element, int A_ROWS, int N, int STEPS>
