@@ -20,8 +20,8 @@
 // (warp_products) and takes the ordinary step.
 //
 // Shared memory (struct Smem): rings of Q_STAGES tiles of q and STAGES tiles of k and of v, each buffer with a "full"
-// mbarrier (bytes landed) and an "empty" one (an arrival from every warp that has read it). Which output tile comes next
-// travels with q.
+// mbarrier (bytes landed) and an "empty" one (an arrival from every warp that has read it). Which output tile is
+// next travels with q.
 #include "mask.cuh"
 #include "softmax.cuh"
 #include "tile_sm90.cuh"

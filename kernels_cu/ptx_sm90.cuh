@@ -177,7 +177,7 @@ __device__ __forceinline__ u64 descriptor_mn_major(u32 address, u32 chunk_bytes)
          DESCRIPTOR_SWIZZLE_128B;
 }
 
-// The same operand `bytes` further on: one 32-bit addition, since shared memory's addresses never carry out of the field.
+// The same operand `bytes` further on: one 32-bit addition, since smem addresses never carry out of the field.
 __device__ __forceinline__ u64 descriptor_at(u64 descriptor, u32 bytes) {
   return (descriptor >> 32) << 32 | u32(u32(descriptor) + (bytes >> 4));
 }

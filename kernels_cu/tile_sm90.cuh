@@ -32,7 +32,8 @@ __device__ __forceinline__ void transpose_quad(u32 (&x)[4], int lane) {
 }
 
 // A warp's 16 rows of an accumulator (64, COLUMNS), each times its factor and rounded, straight from registers to
-// global memory, 16 bytes a lane and 64 a row: rows below `rows`, counted from the warp's first, columns below `columns`.
+// global memory, 16 bytes a lane and 64 a row: rows below `rows` (from the warp's first on) and columns below
+// `columns`.
 template <int COLUMNS, class Element>
 __device__ __forceinline__ void store_accumulator(Element* gmem, i64 row_stride, int rows, int columns,
                                                   const float (&acc_rmem)[COLUMNS / 2], const float (&factor)[2],
