@@ -182,9 +182,9 @@ __device__ __forceinline__ void multiply_ds_k(QueryGradient& dq, u32 dst_lane, u
     });
 }
 
-// A 16 x 16 block, two accumulators side by side, on its way to being added to fp32 global memory. With vector adds
-// neighbouring lanes trade halves: an even lane then has four neighbouring columns of the left accumulator, an odd one
-// of the right, in block[r] those of its row r, and each row of the block is added as 64 consecutive bytes.
+// Adding dq to fp32 global memory. With vector adds neighbouring lanes trade halves of each 16 x 16 block: an even lane
+// then has four neighbouring columns of the left accumulator, an odd one of the right, in block[r] those of its row r,
+// and each row of the block is added as 64 consecutive bytes.
 constexpr bool TRADE = VECTOR_RED && !RAGGED_D;
 __device__ __forceinline__ void trade_columns(float (&block)[2][4], int lane) {
   const bool odd = lane % 2;
@@ -200,21 +200,27 @@ __device__ __forceinline__ void trade_columns(float (&block)[2][4], int lane) {
     block[1][e] = x;
   }
 }
-// dst: the block's top left element; rows, cols: how many exist from there on (rows are looked at only if TAIL).
+// dst: this warp's first row and column; rows, cols: how many exist from there on (rows are looked at only if TAIL).
 template <bool TAIL>
-__device__ __forceinline__ void add_block(float* dst, int row_stride, int rows, int cols, const float (&block)[2][4], int lane) {
-  const int row = lane / 4, t = lane % 4;
-  float* row_gmem = dst + row * (i64)row_stride;
+__device__ __forceinline__ void add_rows(float* dst, int row_stride, int rows, int cols, const QueryGradient& dq, int lane) {
+  const int row = lane / 4, t = lane % 4, lane_col = TRADE ? t % 2 * 8 + t / 2 * 4 : t * 2;
+  constexpr bool WHOLE = !RAGGED_D && D_BLOCKS % DQ_D_WARPS == 0;  // all columns exist
+  float* row_gmem = dst + row * row_stride + lane_col;
 #pragma unroll
-  for (int r = 0; r < 2; r++, row_gmem += 8 * row_stride) {
+  for (int r = 0; r < DQ_M_BLOCKS * 2; r++, row_gmem += 8 * row_stride) {
     const bool row_ok = !TAIL || row + r * 8 < rows;
-    if constexpr (TRADE) {
-      red_add_v4(row_gmem + t % 2 * 8 + t / 2 * 4, block[r], row_ok);
-    } else {
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const int col = i / 2 * 8 + t * 2 + i % 2;
-        red_add(row_gmem + col, block[i / 2][r * 2 + i % 2], row_ok && (!RAGGED_D || col < cols));
+    for (int c = 0; c < DQ_COLS; c++) {
+      const float(&block)[2][4] = dq[r / 2][c];
+      const int col = c * DQ_D_WARPS * BLOCK;
+      if constexpr (TRADE) {
+        red_add_v4(row_gmem + col, block[r % 2], row_ok && (WHOLE || col < cols));
+      } else {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const int element = col + i / 2 * 8 + i % 2;
+          red_add(row_gmem + element, block[i / 2][r % 2 * 2 + i % 2], row_ok && (WHOLE || lane_col + element < cols));
+        }
       }
     }
   }
@@ -241,7 +247,8 @@ struct QueryTile { int group_head, m_block, slot; };
 extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS) bwd_sm80(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
-  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+  const int thread = threadIdx.x, lane = thread % 32;
+  const int warp = __shfl_sync(~0u, thread / 32, 0);  // the compiler then knows that it is the same in all lanes
   // Key tiles of a head follow each other: they share its queries in L2, those with most queries come first (causal),
   // and a CTA waits only for smaller blockIdx (DETERMINISTIC), which start before it.
   const int n_block = blockIdx.x % p.num_n_blocks, kv_head = blockIdx.x / p.num_n_blocks % p.num_heads_kv;
@@ -256,27 +263,42 @@ extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS) bw
   const int dq_warp = warp - (WARPS - DQ_WARPS), dq_part = dq_warp % DQ_D_WARPS;
   const int dq_row = dq_warp / DQ_D_WARPS * DQ_M_BLOCKS * BLOCK;
 
-  float row_value;  // lse (the first threads) or delta (the next) of the tile that is arriving
+  // The thread, for what is derived from it on the spot rather than kept in registers all along.
+  auto fresh_thread = [&] { return int(u32(opaque(threadIdx.x)) % NUM_THREADS); };
+  auto fresh_lane = [&] { return fresh_thread() % 32; };
+
+  // Where the next query tile to be requested lies.
+  const int first_head = kv_head * p.qheads_per_kv, first_row = range.begin * TILE_M;
+  struct { const Element *q, *dout; const float *lse, *delta; } source = {
+    p.q + batch * p.q_stride[0] + first_head * p.q_stride[2] + first_row * p.q_stride[1],
+    p.dout + batch * p.dout_stride[0] + first_head * p.dout_stride[2] + first_row * p.dout_stride[1],
+    p.lse + batch * p.lse_stride[0] + first_head * p.lse_stride[1] + first_row * p.lse_stride[2],
+    p.delta + ((i64)batch * p.num_heads_q + first_head) * p.seqlen_q + first_row};
+  // Requests it. Its lse and delta are for the threads that requested them to finish (finish_rows).
   auto load_queries = [&](const QueryTile& tile) {
-    const int head = kv_head * p.qheads_per_kv + tile.group_head, m0 = tile.m_block * TILE_M, rows = p.seqlen_q - m0;
-    const GmemTile<const Element> q = {p.q + batch * p.q_stride[0] + head * p.q_stride[2] + m0 * p.q_stride[1],
-                                       p.q_stride[1], p.q_stride[3], rows, p.head_dim};
-    const GmemTile<const Element> dout = {p.dout + batch * p.dout_stride[0] + head * p.dout_stride[2] + m0 * p.dout_stride[1],
-                                          p.dout_stride[1], p.dout_stride[3], rows, p.head_dim_v};
+    const int thread = fresh_thread(), row = thread % TILE_M, rows = p.seqlen_q - tile.m_block * TILE_M;
+    const GmemTile<const Element> q = {source.q, p.q_stride[1], p.q_stride[3], rows, p.head_dim};
+    const GmemTile<const Element> dout = {source.dout, p.dout_stride[1], p.dout_stride[3], rows, p.head_dim_v};
     load_tile<TILE_M, TILE_D, cfg::WIDE_Q, RAGGED_D, true, NUM_THREADS>(smem.q[tile.slot], q, thread);
     load_tile<TILE_M, TILE_DV, cfg::WIDE_DOUT, RAGGED_D, true, NUM_THREADS>(smem.dout[tile.slot], dout, thread);
-    cp_async_commit();
-    const int row = thread % TILE_M;
-    row_value = thread < TILE_M ? NEG_INF : 0.f;
-    if (thread < 2 * TILE_M && row < rows) {
-      row_value = thread < TILE_M
-        ? p.lse[batch * p.lse_stride[0] + head * p.lse_stride[1] + (m0 + row) * p.lse_stride[2]]
-        : p.delta[((i64)batch * p.num_heads_q + head) * p.seqlen_q + m0 + row];
+    if (thread < TILE_M) {
+      cp_async<4>(smem_u32(smem.lse[tile.slot]) + row * 4, source.lse + row * p.lse_stride[2], row < rows);
+    } else if (thread < 2 * TILE_M) {
+      cp_async<4>(smem_u32(smem.delta[tile.slot]) + row * 4, source.delta + row, row < rows);
     }
+    cp_async_commit();
+    const bool last = tile.m_block + 1 == range.end;  // of its head
+    const int step = last ? (range.begin - tile.m_block) * TILE_M : TILE_M, heads = last;
+    source.q += heads * p.q_stride[2] + step * p.q_stride[1];
+    source.dout += heads * p.dout_stride[2] + step * p.dout_stride[1];
+    source.lse += heads * p.lse_stride[1] + step * p.lse_stride[2];
+    source.delta += heads * (i64)p.seqlen_q + step;
   };
-  auto publish_rows = [&](int slot) {
-    if (thread < TILE_M) (&smem.lse[slot][0].first)[thread] = lse_origin(row_value);
-    else if (thread < 2 * TILE_M) (&smem.delta[slot][0].first)[thread - TILE_M] = row_value;
+  // lse as origins of exponents; +inf, so that p = 0, for queries that do not exist.
+  auto finish_rows = [&](const QueryTile& tile) {
+    if (thread >= TILE_M) return;
+    float& lse = reinterpret_cast<float*>(smem.lse[tile.slot])[thread];
+    lse = tile.m_block * TILE_M + thread < p.seqlen_q ? lse_origin(lse) : -NEG_INF;
   };
   auto load_kv = [&] {
     const GmemTile<const Element> k = {p.k + batch * p.k_stride[0] + kv_head * p.k_stride[2] + n0 * p.k_stride[1],
@@ -292,7 +314,7 @@ extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS) bw
     QueryTile previous = {0, 0, 1}, current = {0, 0, 2}, next = {0, range.begin, 0};
     for (int i = -1; i <= tiles; i++) {
       cp_async_wait<0>();
-      publish_rows(next.slot);
+      if (i + 1 < tiles) finish_rows(next);
       named_barrier_sync(STEP, NUM_THREADS);
       const bool last = next.m_block + 1 == range.end;
       const QueryTile after = {next.group_head + last, last ? range.begin : next.m_block + 1, previous.slot};
@@ -302,26 +324,32 @@ extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS) bw
     }
   };
   auto hides = [&](const QueryTile& tile) { return tile.m_block < range.full_begin || tile.m_block >= range.full_end; };
-  // Of element e of accumulator (n, m, half) of pT or dsT: its query within the tile, its key.
-  auto query = [&](int m, int half, int e) { return m * BLOCK + half * 8 + lane % 4 * 2 + e % 2; };
+  // Of element e of accumulator (n, m, half) of pT or dsT: its pair of queries, its query within the tile, its key.
+  auto pair = [&](int m, int half) { return (m * BLOCK + half * 8) / 2 + lane % 4; };
+  auto query = [&](int m, int half, int e) { return pair(m, half) * 2 + e % 2; };
   auto key = [&](int n, int e) { return n0 + key0 + n * BLOCK + e / 2 * 8 + lane / 4; };
   auto hide = [&](const QueryTile& tile, Scores& x) {
 #pragma unroll
-    for (int i = 0; i < KEY_BLOCKS * Q_BLOCKS * 8; i++) {
-      const int n = i / 8 / Q_BLOCKS, m = i / 8 % Q_BLOCKS, half = i / 4 % 2, e = i % 4;
-      if (!visible(p, tile.m_block * TILE_M + query(m, half, e), key(n, e))) x[n][m][half][e] = 0;
+    for (int i = 0; i < KEY_BLOCKS * 2; i++) {
+      const int n = i / 2, row = i % 2 * 2;  // of the accumulators: elements row and row + 1 are of one key
+      const VisibleQueries queries = visible_queries(p, key(n, row), tile.m_block * TILE_M + query(0, 0, 0));
+#pragma unroll
+      for (int j = 0; j < Q_BLOCKS * 4; j++) {
+        const int m = j / 4, half = j / 2 % 2, e = j % 2;
+        if (!queries.has(m * BLOCK + half * 8 + e)) x[n][m][half][row + e] = 0;
+      }
     }
   };
 
   // dq[tile] += ds k. DETERMINISTIC: when the CTAs of all key tiles before this one have added theirs.
-  const u32 dst_lane = block_at<TILE_M>(lane_address<TILE_M, COLS_FIRST>(smem.pt[0], 0, lane), 0, dq_row);
-  const u32 dq_k_lane = block_at<TILE_D>(lane_address<TILE_D, ROWS_FIRST>(smem.k, 0, lane), 0, dq_part * BLOCK);
   auto add_dq = [&](const QueryTile& tile) {
+    const int lane = fresh_lane();
     QueryGradient dq;
-    multiply_ds_k(dq, dst_lane + tile.slot * (u32)sizeof(smem.pt[0]), dq_k_lane, dq_part);
-    const i64 head = (i64)batch * p.num_heads_q + kv_head * p.qheads_per_kv + tile.group_head;
+    multiply_ds_k(dq, block_at<TILE_M>(lane_address<TILE_M, COLS_FIRST>(smem.pt[tile.slot], 0, lane), 0, dq_row),
+                  block_at<TILE_D>(lane_address<TILE_D, ROWS_FIRST>(smem.k, 0, lane), 0, dq_part * BLOCK), dq_part);
+    const i64 head = (i64)batch * p.num_heads_q + first_head + tile.group_head;
     const int m0 = tile.m_block * TILE_M, row = m0 + dq_row, row_stride = RAGGED_D ? p.head_dim : TILE_D;
-    float* dst = p.dq_accum + (head * p.seqlen_q + row) * row_stride;
+    float* dst = p.dq_accum + (head * p.seqlen_q + row) * row_stride + dq_part * BLOCK;
     int* turn = p.semaphore + head * p.num_m_blocks + tile.m_block;
     const bool speaker = thread == (WARPS - DQ_WARPS) * 32;
     if (cfg::DETERMINISTIC) {
@@ -330,31 +358,23 @@ extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS) bw
     }
 #pragma unroll
     for (int i = 0; TRADE && i < DQ_M_BLOCKS * DQ_COLS; i++) trade_columns(dq[i / DQ_COLS][i % DQ_COLS], lane);
-    auto add = [&](auto tail) {
-#pragma unroll
-      for (int i = 0; i < DQ_M_BLOCKS * DQ_COLS; i++) {
-        const int m = i / DQ_COLS * BLOCK, col = (i % DQ_COLS * DQ_D_WARPS + dq_part) * BLOCK;
-        if (col >= TILE_D) continue;
-        add_block<decltype(tail)::value>(dst + m * row_stride + col, row_stride, p.seqlen_q - row - m, p.head_dim - col,
-                                         dq[m / BLOCK][i % DQ_COLS], lane);
-      }
-    };
-    if (m0 + TILE_M <= p.seqlen_q) add(Bool<false>()); else add(Bool<true>());
+    const int rows = p.seqlen_q - row, cols = (RAGGED_D ? p.head_dim : TILE_D) - dq_part * BLOCK;
+    if (m0 + TILE_M <= p.seqlen_q) add_rows<false>(dst, row_stride, rows, cols, dq, lane);
+    else add_rows<true>(dst, row_stride, rows, cols, dq, lane);
     if (cfg::DETERMINISTIC) {
       named_barrier_sync(DQ_ADDED, DQ_WARPS * 32);
       if (speaker) red_release_add(turn, 1);
     }
   };
 
-  // pT or dsT of this warp's keys, as A operands, between registers and the slots of smem.pt.
-  const u32 pt_lane = lane_address<TILE_M, ROWS_FIRST>(smem.pt[0], key0, lane);
-  const u32 other_pt_lane = lane_address<TILE_M, ROWS_FIRST>(smem.pt[0], other_key0, lane);
-  const u32 pt_store_lane = smem_u32(smem.pt[0]) + Swizzle<TILE_M>::offset(key0 + lane / 4, lane % 4 * 2);
-  auto pt_slot = [&](const QueryTile& tile) { return tile.slot * (u32)sizeof(smem.pt[0]); };
-  auto store_pt = [&](const QueryTile& tile, int n, int m, const u32(&a)[4]) {
+  // This warp's pT or dsT, A operands, into its place in smem.
+  auto store_pt = [&](const QueryTile& tile, const Operands& pt) {
+    const int lane = fresh_lane();
+    const u32 first = smem_u32(smem.pt[tile.slot]) + Swizzle<TILE_M>::offset(key0 + lane / 4, lane % 4 * 2);
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      st_shared(block_at<TILE_M>(pt_store_lane + pt_slot(tile), n * BLOCK + i % 2 * 8, m * BLOCK + i / 2 * 8), a[i]);
+    for (int i = 0; i < KEY_BLOCKS * Q_BLOCKS * 4; i++) {
+      const int n = i / 4 % KEY_BLOCKS, m = i / 4 / KEY_BLOCKS;
+      st_shared(block_at<TILE_M>(first, n * BLOCK + i % 2 * 8, m * BLOCK + i / 2 % 2 * 8), pt[n][m][i % 4]);
     }
   };
   auto share_pt = [&] { if (SPLIT > 1) named_barrier_sync(PAIR + warp / SPLIT, SPLIT * 32); };
@@ -367,21 +387,20 @@ extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS) bw
   }
   if (!role1) {
     float dv[GRAD_BLOCKS][DV_COLS][2][4] = {};
-    const u32 k_lane = lane_address<TILE_D, ROWS_FIRST>(smem.k, key0, lane);
-    const u32 q_lane = lane_address<TILE_D, COLS_FIRST>(smem.q[0], 0, lane);
-    const u32 dout_lane = block_at<TILE_DV>(lane_address<TILE_DV, ROWS_FIRST>(smem.dout[0], 0, lane), 0, part * BLOCK);
     Kept<KEPT_D> k_kept;
-    keep<TILE_D, KEPT_D>(k_kept, k_lane);
+    keep<TILE_D, KEPT_D>(k_kept, lane_address<TILE_D, ROWS_FIRST>(smem.k, key0, lane));
     const float scale = exponent_scale(p);
 
     auto probabilities = [&](const QueryTile& tile, Operands& pt) {
+      const int lane = fresh_lane();
       Scores s;
-      multiply_rows<TILE_D, KEPT_D>(s, k_kept, k_lane, q_lane + tile.slot * (u32)sizeof(smem.q[0]));
+      multiply_rows<TILE_D, KEPT_D>(s, k_kept, lane_address<TILE_D, ROWS_FIRST>(smem.k, key0, lane),
+                                    lane_address<TILE_D, COLS_FIRST>(smem.q[tile.slot], 0, lane));
 #pragma unroll
       for (int m = 0; m < Q_BLOCKS; m++) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-          const Pair lse = smem.lse[tile.slot][query(m, half, 0) / 2];
+          const Pair lse = smem.lse[tile.slot][pair(m, half)];
 #pragma unroll
           for (int i = 0; i < KEY_BLOCKS * 4; i++) {
             const int n = i / 4, e = i % 4;
@@ -395,18 +414,18 @@ extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS) bw
 #pragma unroll
       for (int m = 0; m < Q_BLOCKS; m++) {
 #pragma unroll
-        for (int n = 0; n < KEY_BLOCKS; n++) {
-          accumulators_to_a<Element>(pt[n][m], s[n][m][0], s[n][m][1]);
-          store_pt(tile, n, m, pt[n][m]);
-        }
+        for (int n = 0; n < KEY_BLOCKS; n++) accumulators_to_a<Element>(pt[n][m], s[n][m][0], s[n][m][1]);
       }
+      store_pt(tile, pt);
       share_pt();
     };
     walk([&](int i, const QueryTile& previous, const QueryTile&, const QueryTile& next) {
       if (i + 1 < tiles) {
         Operands pt;
         probabilities(next, pt);
-        accumulate<TILE_DV>(dv, pt, other_pt_lane + pt_slot(next), dout_lane + next.slot * (u32)sizeof(smem.dout[0]), part);
+        const int lane = fresh_lane();
+        accumulate<TILE_DV>(dv, pt, lane_address<TILE_M, ROWS_FIRST>(smem.pt[next.slot], other_key0, lane),
+                            block_at<TILE_DV>(lane_address<TILE_DV, ROWS_FIRST>(smem.dout[next.slot], 0, lane), 0, part * BLOCK), part);
       }
       if (DQ_WARPS == WARPS && i > 0) add_dq(previous);
     });
@@ -414,23 +433,23 @@ extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS) bw
     stage_gradient<TILE_DV>(smem.v, dv, 1.f, key0, other_key0, part, lane);
   } else {
     float dk[GRAD_BLOCKS][DK_COLS][2][4] = {};
-    const u32 v_lane = lane_address<TILE_DV, ROWS_FIRST>(smem.v, key0, lane);
-    const u32 dout_lane = lane_address<TILE_DV, COLS_FIRST>(smem.dout[0], 0, lane);
-    const u32 q_lane = block_at<TILE_D>(lane_address<TILE_D, ROWS_FIRST>(smem.q[0], 0, lane), 0, part * BLOCK);
     Kept<KEPT_DV> v_kept;
-    keep<TILE_DV, KEPT_DV>(v_kept, v_lane);
+    keep<TILE_DV, KEPT_DV>(v_kept, lane_address<TILE_DV, ROWS_FIRST>(smem.v, key0, lane));
 
     auto score_gradients = [&](const QueryTile& tile, Operands& dst) {
+      const int lane = fresh_lane();
+      const u32 pt_lane = lane_address<TILE_M, ROWS_FIRST>(smem.pt[tile.slot], key0, lane);
       Scores dp;
-      multiply_rows<TILE_DV, KEPT_DV>(dp, v_kept, v_lane, dout_lane + tile.slot * (u32)sizeof(smem.dout[0]));
+      multiply_rows<TILE_DV, KEPT_DV>(dp, v_kept, lane_address<TILE_DV, ROWS_FIRST>(smem.v, key0, lane),
+                                      lane_address<TILE_DV, COLS_FIRST>(smem.dout[tile.slot], 0, lane));
 #pragma unroll
       for (int m = 0; m < Q_BLOCKS; m++) {
         u32 pt[KEY_BLOCKS][4];
 #pragma unroll
-        for (int n = 0; n < KEY_BLOCKS; n++) ldmatrix_x4(pt[n], block_at<TILE_M>(pt_lane + pt_slot(tile), n * BLOCK, m * BLOCK));
+        for (int n = 0; n < KEY_BLOCKS; n++) ldmatrix_x4(pt[n], block_at<TILE_M>(pt_lane, n * BLOCK, m * BLOCK));
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-          const Pair delta = smem.delta[tile.slot][query(m, half, 0) / 2];
+          const Pair delta = smem.delta[tile.slot][pair(m, half)];
 #pragma unroll
           for (int i = 0; i < KEY_BLOCKS * 4; i++) {
             const int n = i / 4, e = i % 4;
@@ -445,11 +464,9 @@ extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS) bw
 #pragma unroll
       for (int m = 0; m < Q_BLOCKS; m++) {
 #pragma unroll
-        for (int n = 0; n < KEY_BLOCKS; n++) {
-          accumulators_to_a<Element>(dst[n][m], dp[n][m][0], dp[n][m][1]);
-          store_pt(tile, n, m, dst[n][m]);
-        }
+        for (int n = 0; n < KEY_BLOCKS; n++) accumulators_to_a<Element>(dst[n][m], dp[n][m][0], dp[n][m][1]);
       }
+      store_pt(tile, dst);
       share_pt();
     };
     walk([&](int i, const QueryTile& previous, const QueryTile& current, const QueryTile&) {
@@ -457,7 +474,9 @@ extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS) bw
       if (i >= 0 && i < tiles) {
         Operands dst;
         score_gradients(current, dst);
-        accumulate<TILE_D>(dk, dst, other_pt_lane + pt_slot(current), q_lane + current.slot * (u32)sizeof(smem.q[0]), part);
+        const int lane = fresh_lane();
+        accumulate<TILE_D>(dk, dst, lane_address<TILE_M, ROWS_FIRST>(smem.pt[current.slot], other_key0, lane),
+                           block_at<TILE_D>(lane_address<TILE_D, ROWS_FIRST>(smem.q[current.slot], 0, lane), 0, part * BLOCK), part);
       }
     });
     named_barrier_sync(STEP, NUM_THREADS);

@@ -52,6 +52,17 @@ __device__ __forceinline__ VisibleKeys visible_keys(const Params& p, int q_idx, 
   return {end - kv0};
 }
 
+// And for a whole key: which of the queries q0 + offset see key kv_idx.
+struct VisibleQueries {
+  int begin;
+  __device__ __forceinline__ bool has(int offset) const { return offset >= begin; }
+};
+__device__ __forceinline__ VisibleQueries visible_queries(const Params& p, int kv_idx, int q0) {
+  constexpr int NONE = 0x7fffffff;
+  const int begin = cfg::CAUSAL ? kv_idx - p.seqlen_k + p.seqlen_q : 0;
+  return {kv_idx < p.seqlen_k ? begin - q0 : NONE};
+}
+
 // The score of one element in units of log2, and what an exponent multiplies it with. A positive scale alone commutes
 // with the maximum, so it is folded into the exponent's fused multiply-add; everything else is applied here first.
 template <class Real>
