@@ -32,6 +32,12 @@ template <> __device__ __forceinline__ u32 nonfinite<fp16>(u32 pair) {
   return ((pair & 0x7fff7fff) + 0x04000400) & 0x80008000;
 }
 
+// Multiplies a pair of elements, in float.
+template <class Element> __device__ __forceinline__ void scale2(u32& pair, float factor) {
+  const float lo = to_real(Element{(unsigned short)pair}), hi = to_real(Element{(unsigned short)(pair >> 16)});
+  pair = pack2<Element>(lo * factor, hi * factor);
+}
+
 // A tile's place in global memory. `rows` and `cols` are how many exist from `data` on; both may exceed the tile.
 template <class Element> struct GmemTile {
   Element* data;  // row 0, column 0
@@ -58,13 +64,13 @@ template <int ROWS, int COLS, int THREADS> struct CopyMap {
 // awaited by the caller; needs col_stride 1 and 16-byte alignment. Otherwise plain element-wise loads with any strides.
 // Both become visible to other threads at the barrier that follows (cp_async_wait and) the call.
 template <int ROWS, int COLS, bool WIDE, bool RAGGED, bool TAIL, int THREADS, class Element>
-__device__ __forceinline__ void load_tile(Element* tile_smem, const GmemTile<const Element>& src, int thread) {
+__device__ __forceinline__ void load_tile(Element* tile_smem, const GmemTile<const Element>& src, u32 thread) {
   using Map = CopyMap<ROWS, COLS, THREADS>;
   const int row0 = thread / Map::SPAN, col0 = thread % Map::SPAN * CHUNK_ELEMENTS;
   const u32 first = smem_u32(tile_smem) + Swizzle<COLS>::offset(row0, col0);
-  const Element* row_gmem = src.data + row0 * src.row_stride;
-#pragma unroll
-  for (int i = 0; i < Map::STEPS; i++, row_gmem += Map::ROW_STEP * src.row_stride) {
+  const Element* gmem = src.data + row0 * src.row_stride + col0 * (WIDE ? 1 : src.col_stride);
+#pragma unroll(WIDE ? Map::STEPS : 1)
+  for (int i = 0; i < Map::STEPS; i++, gmem += Map::ROW_STEP * src.row_stride) {
     const int row = row0 + i * Map::ROW_STEP;
     if (!Map::EXACT && row >= ROWS) break;
     const bool row_ok = !TAIL || row < src.rows;
@@ -73,13 +79,13 @@ __device__ __forceinline__ void load_tile(Element* tile_smem, const GmemTile<con
       const int col = col0 + j * Map::SPAN * CHUNK_ELEMENTS;
       const u32 dst = Map::step(first, i, j);
       if constexpr (WIDE) {
-        cp_async<CHUNK_BYTES>(dst, row_gmem + col, row_ok && (!RAGGED || col < src.cols));
+        cp_async<CHUNK_BYTES>(dst, gmem + (col - col0), row_ok && (!RAGGED || col < src.cols));
       } else {
         u32 chunk[CHUNK_ELEMENTS / 2] = {};
 #pragma unroll
         for (int e = 0; e < CHUNK_ELEMENTS; e++) {
           if (row_ok && (!RAGGED || col + e < src.cols)) {
-            chunk[e / 2] |= u32(row_gmem[(col + e) * src.col_stride].bits) << (e % 2 * 16);
+            chunk[e / 2] |= u32(gmem[(col - col0 + e) * src.col_stride].bits) << (e % 2 * 16);
           }
         }
         st_shared_v4(dst, chunk);
@@ -90,13 +96,13 @@ __device__ __forceinline__ void load_tile(Element* tile_smem, const GmemTile<con
 
 // smem -> gmem by THREADS threads: rows below dst.rows and columns below dst.cols.
 template <int ROWS, int COLS, bool WIDE, bool RAGGED, int THREADS, class Element>
-__device__ __forceinline__ void store_tile(const GmemTile<Element>& dst, const Element* tile_smem, int thread) {
+__device__ __forceinline__ void store_tile(const GmemTile<Element>& dst, const Element* tile_smem, u32 thread) {
   using Map = CopyMap<ROWS, COLS, THREADS>;
   const int row0 = thread / Map::SPAN, col0 = thread % Map::SPAN * CHUNK_ELEMENTS;
   const u32 first = smem_u32(tile_smem) + Swizzle<COLS>::offset(row0, col0);
-  Element* row_gmem = dst.data + row0 * dst.row_stride;
+  Element* gmem = dst.data + row0 * dst.row_stride + col0 * (WIDE ? 1 : dst.col_stride);
 #pragma unroll
-  for (int i = 0; i < Map::STEPS; i++, row_gmem += Map::ROW_STEP * dst.row_stride) {
+  for (int i = 0; i < Map::STEPS; i++, gmem += Map::ROW_STEP * dst.row_stride) {
     const int row = row0 + i * Map::ROW_STEP;
     if ((!Map::EXACT && row >= ROWS) || row >= dst.rows) break;
 #pragma unroll
@@ -106,12 +112,12 @@ __device__ __forceinline__ void store_tile(const GmemTile<Element>& dst, const E
       u32 chunk[CHUNK_ELEMENTS / 2];
       ld_shared_v4(chunk, Map::step(first, i, j));
       if constexpr (WIDE) {
-        st_global_v4(row_gmem + col, chunk);
+        st_global_v4(gmem + (col - col0), chunk);
       } else {
 #pragma unroll
         for (int e = 0; e < CHUNK_ELEMENTS; e++) {
           if (RAGGED && col + e >= dst.cols) continue;
-          row_gmem[(col + e) * dst.col_stride] = Element{(unsigned short)(chunk[e / 2] >> (e % 2 * 16))};
+          gmem[(col - col0 + e) * dst.col_stride] = Element{(unsigned short)(chunk[e / 2] >> (e % 2 * 16))};
         }
       }
     }
@@ -130,7 +136,7 @@ enum MatrixOrder { ROWS_FIRST, COLS_FIRST };
 
 // The address this lane gives for the block at (row, 0), row a multiple of 8. Computed once, then moved by block_at.
 template <int COLS, MatrixOrder ORDER, class Element>
-__device__ __forceinline__ u32 lane_address(const Element* tile_smem, int row, int lane) {
+__device__ __forceinline__ u32 lane_address(const Element* tile_smem, int row, u32 lane) {
   const int second = lane / 8 % 2 * 8, third = lane / 16 * 8;
   const int block_row = lane % 8 + (ORDER == ROWS_FIRST ? second : third);
   return smem_u32(tile_smem) + Swizzle<COLS>::offset(row + block_row, ORDER == ROWS_FIRST ? third : second);
@@ -146,7 +152,7 @@ template <int COLS> __device__ __forceinline__ u32 block_at(u32 lane_address, in
 
 // An accumulator of mma.m16n8k16 as 16-bit elements into a tile: its top left element goes to (row, col).
 template <int COLS, class Element>
-__device__ __forceinline__ void store_accumulator(Element* tile_smem, int row, int col, const float (&d)[4], int lane) {
+__device__ __forceinline__ void store_accumulator(Element* tile_smem, int row, int col, const float (&d)[4], u32 lane) {
   const u32 tile = smem_u32(tile_smem);
   row += lane / 4, col += lane % 4 * 2;
   st_shared(tile + Swizzle<COLS>::offset(row, col), pack2<Element>(d[0], d[1]));

@@ -41,7 +41,11 @@ _FULL = ("float32", "float64")
 
 
 def _fwd_sm80_smem(row: Row, tile_d: int, tile_dv: int, itemsize: int) -> int:
-    return (row.tile_m * tile_d + row.stages * row.tile_n * (tile_d + tile_dv)) * itemsize
+    stage = row.tile_n * (tile_d + tile_dv) * itemsize
+    q, o = row.tile_m * tile_d * itemsize, row.tile_m * tile_dv * itemsize
+    # q lies behind the ring if blocks of it are read in every step, otherwise over the stages that are filled last.
+    early = row.stages if dict(row.knobs)["Q_BLOCKS"] * 16 < tile_d else max(row.stages - -(-q // stage), 1)
+    return max(row.stages * stage, early * stage + q, o) + 128
 
 
 def _bwd_sm80_smem(row: Row, tile_d: int, tile_dv: int, itemsize: int) -> int:
@@ -84,6 +88,12 @@ def _bwd_simt_smem(row: Row, tile_d: int, tile_dv: int, itemsize: int) -> int:
     return _simt_smem(row.tile_m, row.tile_n, row, (tile_d, tile_dv), max(tile_d, tile_dv), itemsize)
 
 
+def _fwd_sm80(head_dim: int, tile_m: int, tile_n: int, threads: int, stages: int, min_ctas: int, strip: int,
+              why: str, q_blocks: int = 16) -> Row:  # fmt: skip
+    """`strip`: keys of a pipeline step; `q_blocks`: 16-column blocks of q held in registers."""
+    return Row(head_dim, tile_m, tile_n, threads, stages, min_ctas, why, (("STRIP", strip), ("Q_BLOCKS", q_blocks)))
+
+
 def _bwd_sm80(head_dim: int, tile_m: int, tile_n: int, warps: int, split: int, kept: tuple[int, int],
               dq: tuple[int, int], why: str) -> Row:  # fmt: skip
     """`split`: warps that share the gradients of their keys; `kept`: 16-column blocks of k and v in registers; `dq`:
@@ -124,9 +134,9 @@ KERNELS: dict[str, Kernel] = {
         pad=16,
         smem_bytes=_fwd_sm80_smem,
         rows=(
-            Row(64, 128, 128, 128, 1, 2, "placeholder"),
-            Row(128, 128, 64, 128, 1, 2, "placeholder"),
-            Row(256, 128, 64, 256, 1, 1, "placeholder"),
+            _fwd_sm80(64, 128, 64, 128, 3, 2, 32, "32 rows a warp: an operand read from shared memory feeds two products"),
+            _fwd_sm80(128, 128, 32, 128, 3, 2, 16, "q in registers leaves room for strips of 16 keys"),
+            _fwd_sm80(256, 128, 32, 256, 3, 1, 16, "16 rows a warp: the registers hold no more of o"),
         ),
     ),
     "fwd_sm90": Kernel(
