@@ -29,8 +29,8 @@ def numpy_dtype(name: str) -> np.dtype:
 def tensor_of(array: np.ndarray) -> Tensor:
     """What the planner is told of an array."""
     strides = tuple(stride // array.itemsize for stride in array.strides)
-    address = array.ctypes.data
-    return Tensor(array.shape, strides, array.dtype.name, min(16, address & -address))
+    address = array.ctypes.data if array.size else 0
+    return Tensor(array.shape, strides, array.dtype.name, min(16, address & -address) or 16)
 
 
 def make_problem(arrays: dict[str, np.ndarray], *, backward: bool = False, wants_lse: bool = True, **call) -> Problem:

@@ -1,6 +1,6 @@
 """Every kernel, as planned for a whole call, on the CPU: against the oracle, under several schedules.
 
-A family runs every named case that it can. Each run also asserts what the emulator asserts: no race, no access out of
+A family runs every named case that it can. Each run also shows what the emulator asserts: no race, no access out of
 bounds, no deadlock, nothing written but the outputs.
 """
 
@@ -14,7 +14,8 @@ import numpy as np
 import plans
 import pytest
 from assert_close import assert_attention, assert_gradients
-from cases import CASES, Case
+from cases import CASES, CAUSAL, LAYOUTS, Case, cases
+from hypothesis import HealthCheck, given, settings
 from problems import device_of
 
 from pyflash import reference
@@ -22,42 +23,56 @@ from pyflash.errors import Unsupported
 from pyflash.plan import Plan
 from pyflash.tiles import FAMILIES, KERNELS
 
-DEVICE = device_of((9, 0))
-RUNS = [
-    (family, backward, name)
+# With few multiprocessors, persistent kernels do several output tiles a CTA.
+DEVICE = dataclasses.replace(device_of((9, 0)), sm_count=3)
+
+# Enough tiles, both ways, for every stage of the pipelines to be filled several times.
+LONG_CASES = {
+    "many tiles": Case(1, 210, 700, 1, 1, 64, 64),
+    "many tiles, causal": Case(1, 600, 520, 1, 1, 128, 128, options=CAUSAL, values="rising"),
+    "many tiles, more keys than queries": Case(1, 140, 900, 2, 1, 80, 96, options=CAUSAL, values="rising"),
+    "many tiles, wide heads": Case(1, 130, 390, 1, 1, 192, 256, values="row offsets"),
+}
+EVERY_CASE = CASES | LONG_CASES
+TURN = {name: turn for turn, name in enumerate(EVERY_CASE)}
+
+
+def kernel_of(family: str, direction: str) -> str:
+    return f"{'fwd' if direction == 'forward' else 'bwd'}_{family}"
+
+
+DIRECTIONS = [
+    (family, direction)
     for family in FAMILIES
-    for backward in (False, True)
-    if f"{'bwd' if backward else 'fwd'}_{family}" in KERNELS
-    for name in CASES
+    for direction in ("forward", "backward")
+    if kernel_of(family, direction) in KERNELS
 ]
-NAMES = [f"{family}-{'backward' if backward else 'forward'}-{name}" for family, backward, name in RUNS]
 
 
-def element(dtype: str, names: tuple[str, ...], turn: int) -> str:
-    """A case's dtype where the kernel has it; otherwise each of the kernel's in turn."""
-    return dtype if dtype in names else names[turn % len(names)]
-
-
-def case_for(family: str, backward: bool, name: str, turn: int = 0) -> Case:
-    dtypes = KERNELS[f"{'bwd' if backward else 'fwd'}_{family}"].dtypes
-    return dataclasses.replace(CASES[name], dtype=element(CASES[name].dtype, dtypes, turn + list(CASES).index(name)))
+def case_for(family: str, direction: str, name: str) -> Case:
+    """A named case in a dtype that the kernel takes: its own, or each of the kernel's in turn."""
+    case, dtypes = EVERY_CASE[name], KERNELS[kernel_of(family, direction)].dtypes
+    return case if case.dtype in dtypes else dataclasses.replace(case, dtype=dtypes[TURN[name] % len(dtypes)])
 
 
 @cache
-def inputs(case: Case, backward: bool) -> dict[str, np.ndarray]:
+def inputs(case: Case, direction: str) -> dict[str, np.ndarray]:
     arrays = case.arrays()
-    if not backward:
+    if direction == "forward":
         return {name: arrays[name] for name in "qkv"}
     out, lse = reference.attention(*(arrays[name] for name in "qkv"), **case.call)
     return {**arrays, "o": out.astype(arrays["q"].dtype), "lse": lse.astype(case.lse_dtype)}
 
 
-def plan_of(family: str, backward: bool, case: Case, **call) -> Plan:
-    arrays = inputs(case, backward)
-    made = plans.make_problem(
-        arrays, backward=backward, softmax_scale=case.softmax_scale, options=dict(case.options), **call
+def plan_of(family: str, direction: str, case: Case, **call) -> Plan:
+    problem = plans.make_problem(
+        inputs(case, direction),
+        backward=direction == "backward",
+        softmax_scale=case.softmax_scale,
+        options=dict(case.options),
+        **call,
     )
-    return plans.plan(made, DEVICE, (family,))
+    return plans.plan(problem, DEVICE, (family,))
 
 
 def check(case: Case, arrays: dict[str, np.ndarray], results: dict[str, np.ndarray]) -> None:
@@ -69,29 +84,101 @@ def check(case: Case, arrays: dict[str, np.ndarray], results: dict[str, np.ndarr
         assert_attention(results["o"], results.get("lse"), q, k, v, **case.call)
 
 
+def assert_same_bits(results: dict[str, np.ndarray], others: dict[str, np.ndarray]) -> None:
+    for name, result in results.items():
+        assert result.tobytes() == others[name].tobytes(), name
+
+
 @pytest.fixture(scope="module", autouse=True)
 def built_ahead(request):
     """Compiles what the chosen tests need, on all cores. What does not compile, its own test reports."""
     launches = []
     for item in request.session.items:
-        run = item.callspec.params.get("run") if hasattr(item, "callspec") else None
-        if item.fspath == request.fspath and run:
+        run = item.callspec.params if hasattr(item, "callspec") and item.fspath == request.fspath else {}
+        if "name" in run:
             with contextlib.suppress(Unsupported):
-                launches += plan_of(run[0], run[1], case_for(*run)).launches
+                launches += plan_of(run["family"], run["direction"], case_for(**run)).launches
     plans.build(launches)
 
 
-@pytest.mark.parametrize("run", RUNS, ids=NAMES)
-def test_cases(run):
-    family, backward, name = run
-    case = case_for(family, backward, name)
+@pytest.mark.parametrize("name", EVERY_CASE)
+@pytest.mark.parametrize(("family", "direction"), DIRECTIONS)
+def test_cases(family, direction, name):
+    case = case_for(family, direction, name)
     try:
-        plan = plan_of(family, backward, case)
+        plan = plan_of(family, direction, case)
     except Unsupported as reason:
         if family != "sm90":
             raise
         pytest.skip(str(reason))
-    arrays = inputs(case, backward)
-    first = 2 * list(CASES).index(name)
-    for seed in (first, first + 1):
-        check(case, arrays, plans.run_plan(plan, arrays, seed=seed))
+    arrays = inputs(case, direction)
+    seeds = range(3 * TURN[name], 3 * TURN[name] + 3)
+    first, *others = (plans.run_plan(plan, arrays, seed=seed) for seed in seeds)
+    check(case, arrays, first)
+    for other in others:  # CTAs run one after the other, so that even atomic additions come in one order
+        assert_same_bits(first, other)
+
+
+@pytest.mark.parametrize(("family", "direction"), DIRECTIONS)
+@settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@given(case=cases(max_head_dim=256))
+def test_any_case(family, direction, case):
+    dtypes = KERNELS[kernel_of(family, direction)].dtypes
+    case = dataclasses.replace(case, dtype=dtypes[case.seed % len(dtypes)], batch=min(case.batch, 2))
+    with contextlib.suppress(Unsupported):
+        plan = plan_of(family, direction, case)
+        check(case, inputs(case, direction), plans.run_plan(plan, inputs(case, direction), seed=case.seed))
+
+
+INTERLEAVED = Case(2, 200, 300, 4, 2, 64, 64, options=CAUSAL)
+
+
+@pytest.mark.parametrize(("family", "direction"), DIRECTIONS)
+def test_ctas_in_any_order(family, direction):
+    """Several CTAs at a time, started in a random order."""
+    dtype = KERNELS[kernel_of(family, direction)].dtypes[0]
+    case = dataclasses.replace(INTERLEAVED, dtype=dtype)
+    arrays = inputs(case, direction)
+    for seed in range(2):
+        check(
+            case,
+            arrays,
+            plans.run_plan(plan_of(family, direction, case), arrays, seed=seed, resident=4, shuffled=True),
+        )
+
+
+@pytest.mark.parametrize("family", [family for family, direction in DIRECTIONS if direction == "backward"])
+def test_deterministic_gradients(family):
+    """The same bits whatever the CTAs' timing. They start in order, and may wait for those before them."""
+    dtype = KERNELS[f"bwd_{family}"].dtypes[0]
+    case = dataclasses.replace(INTERLEAVED, dtype=dtype)
+    arrays = inputs(case, "backward")
+    plan = plan_of(family, "backward", case, deterministic=True)
+    first, *others = (plans.run_plan(plan, arrays, seed=seed, resident=3) for seed in range(4))
+    check(case, arrays, first)
+    for other in others:
+        assert_same_bits(first, other)
+
+
+@pytest.mark.parametrize("family", [family for family, direction in DIRECTIONS if direction == "forward"])
+def test_without_lse(family):
+    case = dataclasses.replace(CASES["causal"], dtype=KERNELS[f"fwd_{family}"].dtypes[0])
+    arrays = inputs(case, "forward")
+    results = plans.run_plan(plan_of(family, "forward", case, wants_lse=False), arrays)
+    assert set(results) == {"o"}
+    check(case, arrays, results)
+
+
+@pytest.mark.parametrize("family", [family for family, direction in DIRECTIONS if direction == "forward"])
+@pytest.mark.parametrize("layout", ["heads first", "wide rows", "one off"])
+def test_out_of_any_layout(family, layout):
+    """What lies between the elements of the caller's `out` stays as it was."""
+    case = dataclasses.replace(CASES["causal"], dtype=KERNELS[f"fwd_{family}"].dtypes[0])
+    arrays = inputs(case, "forward")
+    out = LAYOUTS[layout].place(np.zeros(case.shapes["dout"], np.float32), arrays["q"].dtype)
+    problem = plans.make_problem({**arrays, "o": out}, options=dict(case.options))
+    try:
+        plan = plans.plan(problem, DEVICE, (family,))
+    except Unsupported as reason:
+        pytest.skip(str(reason))
+    check(case, arrays, plans.run_plan(plan, arrays, seed=1, out=out))
