@@ -55,10 +55,10 @@ def flash_attention(q, k, v, *, softmax_scale=None, causal=False, return_lse=Fal
     if not isinstance(return_lse, bool):
         raise TypeError(f"return_lse: got {return_lse!r}, takes True or False")
     kind = arrays.common_kind(given)
-    if kind.name.startswith("torch"):
+    if kind.autograd and (q.requires_grad or k.requires_grad or v.requires_grad):
         from . import torch as glue
 
-        if glue.records_gradient(q, k, v):
+        if glue.records_gradients():
             if out is not None:
                 raise ValueError("out: got a tensor, takes None where q, k or v requires grad")
             options = {"softmax_scale": softmax_scale, "causal": causal}
@@ -131,14 +131,13 @@ def explain(q, k, v, *, softmax_scale=None, causal=False, backward=False, determ
     """
     given = {"q": q, "k": k, "v": v}
     kind = arrays.common_kind(given)
-    views = {name: kind.view(array) for name, array in given.items()}
-    device_id = arrays.common_device(kind, views)
-    tensors = _tensors(kind, {name: kind.key(view) for name, view in views.items()})
+    seen = arrays.Inspected(kind, given)
+    tensors = _tensors(kind, seen.keys)
     options = {"softmax_scale": softmax_scale, "options": {"causal": causal}}
     made = problem.make(tensors, backward=False, wants_lse=True, **options)
     if backward:
         made = problem.make(problem.backward_tensors(made), backward=True, deterministic=deterministic, **options)
-    here = device.present(device_id) if kind.gpu else None
+    here = device.present(seen.device_id) if kind.gpu else None
     return explanation.explain(made, here if gpu is None else device.named(gpu), debug.FAMILIES or FAMILIES)
 
 
@@ -167,12 +166,19 @@ def _tensors(kind: arrays.Kind, keys: dict[str, arrays.Key]) -> dict[str, proble
     return tensors
 
 
-def _prepare(kind: arrays.Kind, device_id: int | None, keys: dict[str, arrays.Key], causal: bool, **call) -> _Prepared:
-    made = problem.make(_tensors(kind, keys), options={"causal": causal}, **call)
+def _prepare(kind, seen, softmax_scale, causal, backward, wants_lse, deterministic) -> _Prepared:
+    made = problem.make(
+        _tensors(kind, seen.keys),
+        backward=backward,
+        softmax_scale=softmax_scale,
+        deterministic=deterministic,
+        wants_lse=wants_lse,
+        options={"causal": causal},
+    )
     executable = None
     if kind.gpu:
-        gpu = device.present(device_id)
-        executable = Executable(plan(made, gpu, debug.FAMILIES or FAMILIES), gpu, device_id)
+        gpu = device.present(seen.device_id)
+        executable = Executable(plan(made, gpu, debug.FAMILIES or FAMILIES), gpu, seen.device_id)
     outputs = tuple((n, t.shape, kind.dtype(t.dtype)) for n, t in made.tensors if n in made.outputs)
     return _Prepared(made, outputs, executable)
 
@@ -188,30 +194,27 @@ def _call(
     deterministic: bool = False,
 ) -> dict[str, object]:
     """Check, plan and run one call. Returns the arrays that it made, of the caller's kind, by name."""
-    views = {name: kind.view(array) for name, array in given.items()}
-    device_id = arrays.common_device(kind, views)
+    seen = arrays.Inspected(kind, given)
     softmax_scale = problem.check_scale(softmax_scale)
     if causal is not True and causal is not False:
         causal = bool(features.check({"causal": causal}))
-    keys = {name: kind.key(view) for name, view in views.items()}
-    flags = {"backward": backward, "wants_lse": wants_lse, "deterministic": deterministic}
-    call = (kind.name, device_id, *keys.items(), softmax_scale, causal, *flags.values(), debug.FAMILIES)
+    flags = (softmax_scale, causal, backward, wants_lse, deterministic)
+    call = (kind.name, seen.device_id, *seen.keys, *seen.keys.values(), *flags, debug.FAMILIES)
     prepared = _prepared.get(call)
     if prepared is None:
-        prepared = _prepare(kind, device_id, keys, causal, softmax_scale=softmax_scale, **flags)
         if len(_prepared) >= _MAX_PREPARED:
             _prepared.clear()
-        _prepared[call] = prepared
-    if "o" in views and not backward:
-        _check_target(kind, views, prepared.problem)
+        prepared = _prepared[call] = _prepare(kind, seen, *flags)
+    if "o" in given and not backward:
+        _check_target(kind, seen, prepared.problem)
     like = given["q"]
     if prepared.executable is None:
         made = {name: kind.empty(shape, dtype, like) for name, shape, dtype in prepared.outputs}
-        _run_numpy(prepared.problem, {**views, **made})
+        _run_numpy(prepared.problem, seen.views | made)
     else:
-        with device.current(device_id):
+        with device.current(seen.device_id):
             made = {name: kind.empty(shape, dtype, like) for name, shape, dtype in prepared.outputs}
-            _launch(kind, prepared.executable, {**views, **made}, like, device_id)
+            _launch(kind, prepared.executable, seen, made, like)
     return {name: kind.wrap(view, like) for name, view in made.items()}
 
 
@@ -223,22 +226,24 @@ def _run_numpy(made: problem.Problem, views: dict[str, object]) -> None:
     run(*(views.get(name) for name in names), softmax_scale=made.softmax_scale, **on)
 
 
-def _launch(kind: arrays.Kind, executable: Executable, views: dict[str, object], like: object, device_id: int) -> None:
-    addresses = {name: kind.address(view) for name, view in views.items()}
+def _launch(kind: arrays.Kind, executable: Executable, seen: arrays.Inspected, made: dict, like: object) -> None:
+    addresses = seen.addresses
+    for name, view in made.items():
+        addresses[name] = kind.address(view)
     if executable.workspace_bytes:
         # Freed on return: the libraries' allocators hand memory on in the order of the stream.
         workspace = kind.empty((executable.workspace_bytes,), kind.dtype("uint8"), like)
         addresses[WORKSPACE] = kind.address(workspace)
-    executable(addresses, kind.stream(device_id))
+    executable(addresses, kind.stream(seen.device_id))
 
 
-def _check_target(kind: arrays.Kind, views: dict[str, object], made: problem.Problem) -> None:
+def _check_target(kind: arrays.Kind, seen: arrays.Inspected, made: problem.Problem) -> None:
     """`out` must not lie on the inputs: some of them are still to be read when its first rows are written."""
-    if not kind.writable(views["o"]):
+    if not kind.writable(seen.views["o"]):
         raise ValueError(f"out: got a {kind.name} array that is read-only, takes one that can be written; call {made}")
     tensors = dict(made.tensors)
-    low, high = arrays.byte_range(tensors["o"], kind.address(views["o"]))
+    low, high = arrays.byte_range(tensors["o"], seen.addresses["o"])
     for name in "qkv":
-        start, end = arrays.byte_range(tensors[name], kind.address(views[name]))
+        start, end = arrays.byte_range(tensors[name], seen.addresses[name])
         if low < end and start < high:
             raise ValueError(f"out: got memory that overlaps {name}'s, takes memory of its own; call {made}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from functools import cache
-from typing import NamedTuple
 
 import numpy as np
 
@@ -18,20 +17,21 @@ from .problem import DTYPES, Tensor, argument
 _DLPACK_CPU, _DLPACK_CUDA = 1, 2
 
 
-class Key(NamedTuple):
-    """What an array's Tensor follows from, as its library says it: cheap to get, and hashable."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: object
-    misalignment: int  # the address modulo 16
+# What an array's Tensor follows from, as its library says it, cheap to get and hashable: shape, strides, dtype, and the
+# address modulo 16.
+Key = tuple
 
 
 class Kind:
-    """An array library on one kind of device. `view` is what the other methods take."""
+    """An array library on one kind of device. `view` is what the other methods take.
+
+    `facts(view)` are the CUDA device's number (None on the CPU), the Key and the address: all that a call needs to know
+    of an array, in one go because it is asked of each array in each call.
+    """
 
     name: str
     gpu = True
+    autograd = False
 
     def view(self, array):
         """The array itself, or what gives access to its memory."""
@@ -46,18 +46,20 @@ class Kind:
 
 
 def _tensor(key: Key, dtype: str, unit: int) -> Tensor:
-    alignment = 16 if not key.misalignment else key.misalignment & -key.misalignment
-    return Tensor(tuple(key.shape), tuple(s // unit for s in key.strides), dtype, alignment)
+    shape, strides, _, misalignment = key
+    alignment = misalignment & -misalignment if misalignment else 16
+    return Tensor(tuple(shape), tuple(s // unit for s in strides), dtype, alignment)
 
 
 class _ArrayInterface(Kind):
     """Arrays with NumPy's attributes: strides in bytes, NumPy dtypes."""
 
     def tensor(self, key: Key) -> Tensor:
-        itemsize = key.dtype.itemsize or 1
-        if any(s % itemsize for s in key.strides):
-            raise Unsupported(f"strides of {key.strides} bytes are no multiples of the itemsize of {key.dtype}")
-        return _tensor(key, key.dtype.name, itemsize)
+        _, strides, dtype, _ = key
+        itemsize = dtype.itemsize or 1
+        if any(s % itemsize for s in strides):
+            raise Unsupported(f"strides of {strides} bytes are no multiples of the itemsize of {dtype}")
+        return _tensor(key, dtype.name, itemsize)
 
     def dtype(self, name: str):
         return np.dtype(name) if name != "bfloat16" else _bfloat16()
@@ -74,11 +76,9 @@ def _bfloat16() -> np.dtype:
 class _NumPy(_ArrayInterface):
     name, gpu = "numpy", False
 
-    def device_id(self, view) -> None:
-        return None
-
-    def key(self, view) -> Key:
-        return Key(view.shape, view.strides, view.dtype, view.ctypes.data & 15)
+    def facts(self, view) -> tuple[int | None, Key, int]:
+        address = view.ctypes.data
+        return None, (view.shape, view.strides, view.dtype, address & 15), address
 
     def address(self, view) -> int:
         return view.ctypes.data
@@ -93,17 +93,16 @@ class _NumPy(_ArrayInterface):
 class _CuPy(_ArrayInterface):
     name = "cupy"
 
-    def device_id(self, view) -> int:
-        return view.device.id
-
-    def key(self, view) -> Key:
-        return Key(view.shape, view.strides, view.dtype, view.data.ptr & 15)
+    def facts(self, view) -> tuple[int | None, Key, int]:
+        memory = view.data
+        address = memory.ptr
+        return memory.device_id, (view.shape, view.strides, view.dtype, address & 15), address
 
     def address(self, view) -> int:
         return view.data.ptr
 
     def empty(self, shape, dtype, like):
-        return sys.modules["cupy"].empty(shape, dtype)
+        return sys.modules["cupy"].ndarray(shape, dtype)
 
     def stream(self, device_id: int) -> int:
         return sys.modules["cupy"].cuda.get_current_stream().ptr
@@ -111,15 +110,14 @@ class _CuPy(_ArrayInterface):
 
 class _Torch(Kind):
     name = "torch"
+    autograd = True
 
-    def device_id(self, view) -> int:
-        return view.get_device()
-
-    def key(self, view) -> Key:
-        return Key(view.shape, view.stride(), view.dtype, view.data_ptr() & 15)
+    def facts(self, view) -> tuple[int | None, Key, int]:
+        address = view.data_ptr()
+        return view.get_device(), (view.shape, view.stride(), view.dtype, address & 15), address
 
     def tensor(self, key: Key) -> Tensor:
-        return _tensor(key, str(key.dtype).removeprefix("torch."), 1)
+        return _tensor(key, str(key[2]).removeprefix("torch."), 1)
 
     def dtype(self, name: str):
         return getattr(sys.modules["torch"], name)
@@ -128,14 +126,17 @@ class _Torch(Kind):
         return view.data_ptr()
 
     def empty(self, shape, dtype, like):
-        return sys.modules["torch"].empty(shape, dtype=dtype, device=like.device)
+        return like.new_empty(shape, dtype=dtype)
 
     def stream(self, device_id: int) -> int:
-        return sys.modules["torch"].cuda.current_stream(device_id).cuda_stream
+        torch = sys.modules["torch"]
+        raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # spares the making of a Stream in every call
+        return raw(device_id) if raw else torch.cuda.current_stream(device_id).cuda_stream
 
 
 class _TorchCpu(_NumPy):
     name = "torch on the CPU"
+    autograd = True
 
     def view(self, array):
         torch = sys.modules["torch"]
@@ -220,64 +221,75 @@ def _library(array_type: type) -> str | None:
 
 def kind_of(array, name: str) -> Kind:
     """The kind of an argument; `name` is for the error."""
-    name = argument(name)
     library = _library(type(array))
     if library == "cupy":
         return CUPY
+    shown = argument(name)
     if library == "torch":
         if array.layout is not sys.modules["torch"].strided:
-            raise Unsupported(f"{name}: got a tensor of layout {array.layout}, takes torch.strided")
+            raise Unsupported(f"{shown}: got a tensor of layout {array.layout}, takes torch.strided")
         if array.is_cuda:
             return TORCH
         if array.device.type == "cpu":
             dtype = str(array.dtype).removeprefix("torch.")
             if dtype not in DTYPES:  # not left to NumPy, which does not know them all
-                raise TypeError(f"{name}: got dtype {dtype}, takes one of {', '.join(DTYPES)}")
+                raise TypeError(f"{shown}: got dtype {dtype}, takes one of {', '.join(DTYPES)}")
             return TORCH_CPU
-        raise Unsupported(f"{name}: got a torch tensor on {array.device}, takes one on a CUDA device or the CPU")
+        raise Unsupported(f"{shown}: got a torch tensor on {array.device}, takes one on a CUDA device or the CPU")
     if library == "numpy":
         return NUMPY
     if library == "jax":
         if isinstance(array, sys.modules["jax"].core.Tracer):
             raise Unsupported(
-                f"{name}: got a JAX tracer; PyFlash launches its own kernels and cannot be traced: call outside jax.jit"
+                f"{shown}: got a JAX tracer; PyFlash launches its own kernels and cannot be traced: call outside jax.jit"
             )
         platform = next(iter(array.devices())).platform
         if platform in ("gpu", "cuda"):
             return JAX
         if platform == "cpu":
             return JAX_CPU
-        raise Unsupported(f"{name}: got a JAX array on {platform}, takes one on a CUDA device or the CPU")
+        raise Unsupported(f"{shown}: got a JAX array on {platform}, takes one on a CUDA device or the CPU")
     if library == "dlpack":
         device_type = array.__dlpack_device__()[0]
         if device_type == _DLPACK_CUDA:
             return DLPACK
         if device_type == _DLPACK_CPU:
             return DLPACK_CPU
-        raise Unsupported(f"{name}: got an array on DLPack device type {device_type}, takes 1 (CPU) or 2 (CUDA)")
+        raise Unsupported(f"{shown}: got an array on DLPack device type {device_type}, takes 1 (CPU) or 2 (CUDA)")
     raise TypeError(
-        f"{name}: got {type(array).__module__}.{type(array).__qualname__}, takes an array of CuPy, NumPy, torch, JAX "
+        f"{shown}: got {type(array).__module__}.{type(array).__qualname__}, takes an array of CuPy, NumPy, torch, JAX "
         "or any library with __dlpack__"
     )
 
 
 def common_kind(arrays: dict[str, object]) -> Kind:
     """The one kind of all arguments."""
-    (first, kind), *rest = ((name, kind_of(array, name)) for name, array in arrays.items())
-    for name, other in rest:
-        if other is not kind:
-            raise TypeError(f"{argument(name)}: got a {other.name} array, takes {kind.name}, as {first}")
+    kind = None
+    for name, array in arrays.items():
+        other = kind_of(array, name)
+        if kind is None:
+            first, kind = name, other
+        elif other is not kind:
+            raise TypeError(f"{argument(name)}: got a {other.name} array, takes {kind.name}, as {argument(first)}")
     return kind
 
 
-def common_device(kind: Kind, views: dict[str, object]) -> int | None:
-    """The one device of all arguments: a CUDA device's number, or None for the CPU."""
-    (first, device), *rest = ((name, kind.device_id(view)) for name, view in views.items())
-    for name, other in rest:
-        if other != device:
-            got, takes = f"an array on CUDA device {other}", f"one on device {device}, as {first}"
-            raise ValueError(f"{argument(name)}: got {got}, takes {takes}")
-    return device
+class Inspected:
+    """The arguments of a call: their views, keys and addresses by name, and the one device that they lie on."""
+
+    __slots__ = ("views", "keys", "addresses", "device_id")
+
+    def __init__(self, kind: Kind, arrays: dict[str, object]):
+        self.views, self.keys, self.addresses = {}, {}, {}
+        first = None
+        for name, array in arrays.items():
+            view = self.views[name] = kind.view(array)
+            device_id, self.keys[name], self.addresses[name] = kind.facts(view)
+            if first is None:
+                first, self.device_id = name, device_id
+            elif device_id != self.device_id:
+                takes = f"one on device {self.device_id}, as {argument(first)}"
+                raise ValueError(f"{argument(name)}: got an array on CUDA device {device_id}, takes {takes}")
 
 
 def byte_range(tensor: Tensor, address: int) -> tuple[int, int]:

@@ -73,23 +73,28 @@ def present(device_id: int) -> Device:
 _thread = threading.local()
 
 
+@cache
+def _runtime():
+    from cupy.cuda import runtime
+
+    return runtime
+
+
 class current:
     """Within the context, `device_id` is the thread's current device; the one before is current again after it."""
+
+    __slots__ = ("device_id", "before")
 
     def __init__(self, device_id: int):
         self.device_id = device_id
 
     def __enter__(self) -> None:
-        from cupy.cuda import runtime
-
-        self.before = runtime.getDevice()
+        self.before = _runtime().getDevice()
         # A thread has no driver context before its first call that needs one, and a launch does not make it.
         if self.before != self.device_id or not hasattr(_thread, "entered"):
-            runtime.setDevice(self.device_id)
+            _runtime().setDevice(self.device_id)
             _thread.entered = True
 
     def __exit__(self, *error: object) -> None:
         if self.before != self.device_id:
-            from cupy.cuda import runtime
-
-            runtime.setDevice(self.before)
+            _runtime().setDevice(self.before)

@@ -3,19 +3,62 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
+import threading
+from functools import cache
 
 from . import compile, debug, params, tma
 from .device import Device
 from .errors import LaunchError
 from .plan import Launch, Plan
 
-WORKSPACE = "workspace"
+WORKSPACE, TILE_COUNTER = "workspace", "tile_counter"
+_PER_THREAD_STREAM = 2  # cudaStreamPerThread: one number, another stream in each thread
+
+
+class _TileCounters:
+    """Zeroed words of a device, for kernels that hand out their tiles by counting.
+
+    A kernel leaves zero behind, so launches that follow each other on a stream share a word. Launches that may run side
+    by side must not: each stream has its own, and so has each launch captured into a graph, which may be replayed
+    beside anything.
+    """
+
+    COUNT = 2**17
+
+    def __init__(self, device_id: int):
+        from cupy.cuda import runtime
+
+        self.runtime = runtime
+        self.start = runtime.malloc(8 * self.COUNT)
+        runtime.memset(self.start, 0, 8 * self.COUNT)
+        runtime.deviceSynchronize()
+        self.unused = itertools.count()
+        self.of_stream: dict[tuple[int, int], int] = {}
+
+    def address(self, stream: int) -> int:
+        if self.runtime.streamIsCapturing(stream):
+            return self._take()
+        owner = stream, threading.get_ident() if stream == _PER_THREAD_STREAM else 0
+        found = self.of_stream.get(owner)
+        if found is None:
+            found = self.of_stream.setdefault(owner, self._take())
+        return found
+
+    def _take(self) -> int:
+        index = next(self.unused)
+        if index >= self.COUNT:
+            raise LaunchError(f"more than {self.COUNT} launches with dynamic tile order captured into graphs")
+        return self.start + 8 * index
+
+
+_tile_counters = cache(_TileCounters)
 
 
 class _Arguments:
     """One packed copy of a launch's Params, to be completed with addresses."""
 
-    def __init__(self, template: bytes, launch: Launch, plan: Plan):
+    def __init__(self, template: bytes, slots: list[tuple[int, str, int]], launch: Launch, plan: Plan):
         self.keep, self.start = tma.aligned_buffer(len(template))
         ctypes.memmove(self.start, template, len(template))
         self.words = (ctypes.c_uint64 * (len(template) // 8)).from_address(self.start)
@@ -23,20 +66,23 @@ class _Arguments:
         self.argv = ctypes.addressof(self.pointer)
         tensors = dict(plan.problem.tensors)
         offsets = params.layout(launch.kernel, launch.real).offsets
-        self.tensor_maps = [(self.start + offsets[name], spec.array) for name, spec in launch.tensor_maps]
-        self.specs = [(tensors[spec.array], spec.box) for _, spec in launch.tensor_maps]
-        self.encoded = False
+        self.tensor_maps = []  # those whose address the driver must replace
+        self.slots = list(slots)  # the words that are addresses: which, of what, and how many bytes into it
+        for field, spec in launch.tensor_maps:
+            tensor, place = tensors[spec.array], self.start + offsets[field]
+            tma.encode(tensor, spec.box, tma.ANY_ADDRESS, place)
+            word = tma.address_word(tensor, spec.box)
+            if word is None:
+                self.tensor_maps.append((place, spec.array))
+            else:
+                self.slots.append((offsets[field] // 8 + word, spec.array, 0))
 
-    def point(self, slots: list[tuple[int, str, int]], addresses: dict[str, int]) -> None:
-        for slot, name, offset in slots:
-            self.words[slot] = addresses[name] + offset
-        if self.encoded:
-            for place, name in self.tensor_maps:
-                tma.replace_address(place, addresses[name])
-        else:
-            for (place, name), (tensor, box) in zip(self.tensor_maps, self.specs, strict=True):
-                tma.encode(tensor, box, addresses[name], place)
-            self.encoded = True
+    def point(self, addresses: dict[str, int]) -> None:
+        words = self.words
+        for slot, name, offset in self.slots:
+            words[slot] = addresses[name] + offset
+        for place, name in self.tensor_maps:
+            tma.replace_address(place, addresses[name])
 
 
 class _Ready:
@@ -58,8 +104,8 @@ class _Ready:
         try:
             arguments = self.free.pop()
         except IndexError:
-            arguments = _Arguments(self.template, self.launch, self.plan)
-        arguments.point(self.slots, addresses)
+            arguments = _Arguments(self.template, self.slots, self.launch, self.plan)
+        arguments.point(addresses)
         launch = self.launch
         launch_kernel(
             self.function, launch.grid, 1, 1, launch.block, 1, 1, launch.smem_bytes, stream, arguments.argv, 0
@@ -80,9 +126,13 @@ class Executable:
         self._launch_kernel = driver.launchKernel
         functions = compile.load(plan.launches, device, device_id)
         self._ready = tuple(_Ready(x, plan, function) for x, function in zip(plan.launches, functions, strict=True))
+        counts = any(array == TILE_COUNTER for launch in plan.launches for _, array in launch.arrays)
+        self._tile_counters = _tile_counters(device_id) if counts else None
 
     def __call__(self, addresses: dict[str, int], stream: int) -> None:
         try:
+            if self._tile_counters:
+                addresses[TILE_COUNTER] = self._tile_counters.address(stream)
             for ready in self._ready:
                 ready(addresses, stream, self._launch_kernel)
                 if debug.LEVEL >= 4:

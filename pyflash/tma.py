@@ -9,6 +9,7 @@ from .errors import LaunchError
 from .problem import DTYPES, Tensor
 
 BYTES = 128
+ANY_ADDRESS = 16  # for a map whose address comes later: a legal one
 _ALIGNMENT = 64
 
 # CUtensorMapDataType, CUtensorMapSwizzle, CUtensorMapL2promotion
@@ -55,6 +56,26 @@ def encode(tensor: Tensor, box: tuple[int, int], address: int, into: int) -> Non
     )
     if status:
         raise LaunchError(f"cuTensorMapEncodeTiled returned {status} for {tensor} with box {box}")
+
+
+def address_word(tensor: Tensor, box: tuple[int, int]) -> int | None:
+    """Which 64-bit word of a map is its tensor's address, and nothing else depends on it; None if no word is.
+
+    The layout is the driver's secret, so it is asked: maps of the same tensor at other addresses must differ in one
+    word, which must hold the address.
+    """
+    keep, at = aligned_buffer(BYTES)
+    words = (ctypes.c_uint64 * (BYTES // 8)).from_address(at)
+    maps = []
+    for address in (ANY_ADDRESS, 0x5555_5555_5550, 0x2AAA_AAAA_AAA0, 0x7FFF_FFFF_FFF0):
+        encode(tensor, box, address, at)
+        maps.append((address, list(words)))
+    del keep
+    for word in range(BYTES // 8):
+        others = [content[:word] + content[word + 1 :] for _, content in maps]
+        if all(content[word] == address for address, content in maps) and all(x == others[0] for x in others):
+            return word
+    return None
 
 
 def replace_address(tensor_map: int, address: int) -> None:

@@ -10,9 +10,9 @@ from collections.abc import Callable
 import torch
 
 
-def records_gradient(*tensors: torch.Tensor) -> bool:
-    """Whether autograd wants to know what is done with these tensors."""
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+def records_gradients() -> bool:
+    """Whether autograd is told what is done with tensors that require grad."""
+    return torch.is_grad_enabled()
 
 
 class _Attention(torch.autograd.Function):
