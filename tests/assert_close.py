@@ -1,8 +1,8 @@
 """The error bar: at most twice the error of ordinary attention in the same precision, and the rounding of the result.
 
 For a gradient there is also the rounding of what the backward is given, where ordinary attention has it exactly: of
-`lse`, which p = exp(s - lse) feels in proportion to |lse|, and of `out`, from which comes delta. What these do to first
-order is added to the bar.
+`lse`, which p = exp(s - lse) feels in proportion to |lse|, and of `out`, from which comes delta; and both may come from
+scores that were rounded otherwise than the backward's own. What this does to first order is added to the bar.
 
 Ordinary attention forms the whole score matrix in the arrays' dtype, and its softmax in float32 (float64 for float64).
 How large its error comes out also depends on the order in which it sums, so it is done term by term and by the BLAS,
@@ -140,6 +140,7 @@ class Ordinary:
         self.q, self.k, self.v = self._rows(q[..., dims]), self._rows(k[..., dims]), self._rows(v)
         with np.errstate(all="ignore"):
             s = self.scale * matmul(self.q, self.k.swapaxes(-1, -2))
+            self.s = s
             self.unrounded_p, self.lse = self._softmax(s)
             self.p = self._softmax(self._rounded(s))[0]
 
@@ -162,25 +163,31 @@ class Ordinary:
         return tuple(a.astype(self.dtype) for a in self._in_order(dq, dk, dv))
 
     def given_rounding(self, dout, dlse) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """What rounding lse and out does to dq, dk and dv: p = exp(s - lse) is off by a factor in each row, delta by a
-        term. Rows err together, as where all are equal, or independently: both sums are allowed."""
+        """What rounding lse, out and scores does to dq, dk and dv: p = exp(s - lse) is off by a factor in each row and
+        one in each element, delta by a term. Rows err together, as where all are equal, or independently."""
         dout, q, k, v = (a.astype(np.float64) for a in (self._rows(dout), self.q, self.k, self.v))
         p = self.unrounded_p.astype(np.float64)
         with np.errstate(all="ignore"):
             out, dp = p @ v, dout @ v.swapaxes(-1, -2)
             delta = (p * dp).sum(-1, keepdims=True) - (0 if dlse is None else dlse[..., None])
             ds = np.where(self.visible, p * (dp - delta), 0)
-            of_p = np.finfo(self.real).eps / 2 * np.abs(np.where(np.isfinite(self.lse), self.lse, 0))[..., None]
-            of_delta = _rounding(self.dtype) * np.sqrt(np.square(dout * out).sum(-1, keepdims=True))
+            half = np.finfo(self.real).eps / 2
+            of_p = half * np.abs(np.where(np.isfinite(self.lse), self.lse, 0))[..., None]
+            of_s = half * q.shape[-1] ** 0.5 * np.abs(np.where(self.visible, self.s, 0))
+            # Of out, and of a sum of products whose like in dp is summed in another order.
+            of_out = float(_finfo(self.dtype).eps) / 2 + 6 * half
+            of_delta = of_out * np.sqrt(np.square(dout * out).sum(-1, keepdims=True))
 
-            def together_and_apart(weights, rows):
-                weights = weights.swapaxes(-1, -2)
-                sums = np.abs(weights @ rows) + np.sqrt(np.square(weights) @ np.square(rows))
-                return self._per_kv_head(sums)
+            def apart(weights, rows):
+                return np.sqrt(np.square(weights) @ np.square(rows))
 
-            dq = abs(self.scale) * (of_p * np.abs(ds @ k) + of_delta * np.abs(p @ k))
-            dk = abs(self.scale) * (together_and_apart(of_p * ds, q) + together_and_apart(of_delta * p, q))
-            dv = together_and_apart(of_p * p, dout)
+            def by_key(of_rows, of_elements, rows):
+                of_rows, of_elements = of_rows.swapaxes(-1, -2), of_elements.swapaxes(-1, -2)
+                return self._per_kv_head(np.abs(of_rows @ rows) + apart(of_rows, rows) + apart(of_elements, rows))
+
+            dq = abs(self.scale) * (of_p * np.abs(ds @ k) + of_delta * np.abs(p @ k) + apart(of_s * ds, k))
+            dk = abs(self.scale) * by_key(of_p * ds + of_delta * p, of_s * ds, q)
+            dv = by_key(of_p * p, of_s * p, dout)
         return self._in_order(dq, dk, dv)
 
     def _selected(self, weights, rows, visible):
