@@ -41,9 +41,21 @@ __device__ __forceinline__ float lg2(float x) {
   return y;
 }
 
+// 9.7.13.7 redux.sync: x of all lanes, or-ed. Of an x that all lanes share it is the same x, now known to be uniform: it
+// and what is computed from it can live in the registers that a warp shares (sm_80 and later; before, it is only x).
+__device__ __forceinline__ unsigned redux_or(unsigned x) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  unsigned y;
+  asm("redux.sync.or.b32 %0, %1, 0xffffffff;" : "=r"(y) : "r"(x));
+  return y;
+#else
+  return x;
+#endif
+}
+
 // No instruction at all: x, of unknown origin. What is derived from it is computed where it is used, instead of ahead
 // of a loop, where it would take registers throughout.
-__device__ __forceinline__ int opaque(int x) {
+__device__ __forceinline__ unsigned opaque(unsigned x) {
   asm volatile("" : "+r"(x));
   return x;
 }

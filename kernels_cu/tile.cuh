@@ -74,7 +74,7 @@ __device__ __forceinline__ void load_tile(Element* tile_smem, const GmemTile<con
     const int row = row0 + i * Map::ROW_STEP;
     if (!Map::EXACT && row >= ROWS) break;
     const bool row_ok = !TAIL || row < src.rows;
-#pragma unroll
+#pragma unroll(WIDE ? Map::COL_STEPS : 1)
     for (int j = 0; j < Map::COL_STEPS; j++) {
       const int col = col0 + j * Map::SPAN * CHUNK_ELEMENTS;
       const u32 dst = Map::step(first, i, j);
@@ -92,6 +92,26 @@ __device__ __forceinline__ void load_tile(Element* tile_smem, const GmemTile<con
       }
     }
   }
+}
+
+// Whether what this thread brought by load_tile (and awaited, no barrier is needed) holds inf or NaN.
+template <int ROWS, int COLS, int THREADS, class Element>
+__device__ __forceinline__ bool loaded_nonfinite(const Element* tile_smem, u32 thread) {
+  using Map = CopyMap<ROWS, COLS, THREADS>;
+  const int row0 = thread / Map::SPAN, col0 = thread % Map::SPAN * CHUNK_ELEMENTS;
+  const u32 first = smem_u32(tile_smem) + Swizzle<COLS>::offset(row0, col0);
+  u32 found = 0;
+#pragma unroll 1
+  for (int i = 0; i < Map::STEPS && (Map::EXACT || row0 + i * Map::ROW_STEP < ROWS); i++) {
+#pragma unroll
+    for (int j = 0; j < Map::COL_STEPS; j++) {
+      u32 chunk[CHUNK_ELEMENTS / 2];
+      ld_shared_v4(chunk, Map::step(first, i, j));
+#pragma unroll
+      for (int e = 0; e < CHUNK_ELEMENTS / 2; e++) found |= nonfinite<Element>(chunk[e]);
+    }
+  }
+  return found != 0;
 }
 
 // smem -> gmem by THREADS threads: rows below dst.rows and columns below dst.cols.

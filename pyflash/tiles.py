@@ -51,7 +51,8 @@ def _fwd_sm80_smem(row: Row, tile_d: int, tile_dv: int, itemsize: int) -> int:
 def _bwd_sm80_smem(row: Row, tile_d: int, tile_dv: int, itemsize: int) -> int:
     queries = row.tile_m * (tile_d + tile_dv) * itemsize + row.tile_m * 2 * 4  # q, do; lse, delta
     scores = row.tile_n * row.tile_m * itemsize
-    return row.tile_n * (tile_d + tile_dv) * itemsize + row.stages * (queries + scores)
+    flag = 8
+    return row.tile_n * (tile_d + tile_dv) * itemsize + row.stages * (queries + scores) + flag
 
 
 def _fwd_sm90_smem(row: Row, tile_d: int, tile_dv: int, itemsize: int) -> int:
@@ -95,11 +96,12 @@ def _fwd_sm80(head_dim: int, tile_m: int, tile_n: int, threads: int, stages: int
 
 
 def _bwd_sm80(head_dim: int, tile_m: int, tile_n: int, warps: int, split: int, kept: tuple[int, int],
-              dq: tuple[int, int], why: str) -> Row:  # fmt: skip
+              dq: tuple[int, int], why: str, *, load_warps: int = 0, stagger: bool = True) -> Row:  # fmt: skip
     """`split`: warps that share the gradients of their keys; `kept`: 16-column blocks of k and v in registers; `dq`:
     warps that compute dq, and how many of them divide its rows."""
     knobs = ("COLUMN_SPLIT", split), ("K_RMEM_BLOCKS", kept[0]), ("V_RMEM_BLOCKS", kept[1])
-    return Row(head_dim, tile_m, tile_n, warps * 32, 3, 1, why, (*knobs, ("DQ_WARPS", dq[0]), ("DQ_M_WARPS", dq[1])))
+    knobs += ("DQ_WARPS", dq[0]), ("DQ_M_WARPS", dq[1]), ("LOAD_WARPS", load_warps or warps), ("STAGGER", stagger)
+    return Row(head_dim, tile_m, tile_n, warps * 32, 3, 1, why, knobs)
 
 
 def _fwd_sm90(head_dim: int, tile_m: int, tile_n: int, stages: int, q_stages: int, why: str, *, ping_pong: bool = True,

@@ -13,7 +13,7 @@ inline float emu_flush(float x) { return __builtin_fabsf(x) < 0x1p-126f ? __buil
 inline float ex2(float x) { return emu_flush(exp2f(emu_flush(x))); }
 inline float lg2(float x) { return emu_flush(log2f(emu_flush(x))); }
 
-inline int opaque(int x) { return x; }
+inline unsigned opaque(unsigned x) { return x; }
 
 inline unsigned smem_u32(const void* p, EMU_SITE) { return emu::shared_address(p, site); }
 
