@@ -230,9 +230,11 @@ def _launch(kind: arrays.Kind, executable: Executable, seen: arrays.Inspected, m
     addresses = seen.addresses
     for name, view in made.items():
         addresses[name] = kind.address(view)
-    # Freed on return: the libraries' allocators hand memory on in the order of the stream.
-    workspace = kind.empty((executable.workspace_bytes,), kind.dtype("uint8"), like) if executable.workspace_bytes else None
-    addresses[WORKSPACE] = kind.address(workspace) if workspace is not None else 0
+    addresses[WORKSPACE] = 0
+    if executable.workspace_bytes:
+        # Freed on return: the libraries' allocators hand memory on in the order of the stream.
+        workspace = kind.empty((executable.workspace_bytes,), kind.dtype("uint8"), like)
+        addresses[WORKSPACE] = kind.address(workspace)
     executable(addresses, kind.stream(seen.device_id))
 
 
