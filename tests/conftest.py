@@ -69,6 +69,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item):
+    """A tier that is skipped is one line of the summary."""
+    report = yield
+    tier = _tier(item)
+    if report.skipped and tier and (reason := missing[tier]()):
+        report.longrepr = (f"tests/{tier}", None, reason)
+    return report
+
+
 def pytest_terminal_summary(terminalreporter) -> None:
     ran: dict[str, int] = dict.fromkeys(TIERS, 0)
     for outcome in ("passed", "failed"):

@@ -200,8 +200,8 @@ def test_only_a_deterministic_backward_waits_its_turn(problem, device):
     if made is None:
         return
     waits = any(piece.name == "semaphore" for piece in made.workspace)
-    assert not waits or problem.deterministic
-    assert waits == any(constants(launch).get("DETERMINISTIC", False) for launch in made.launches)
+    ordered = any(constants(launch).get("DETERMINISTIC", False) for launch in made.launches)
+    assert ordered <= waits <= problem.deterministic
 
 
 @pytest.mark.parametrize("name", KERNEL_NAMES)
