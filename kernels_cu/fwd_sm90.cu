@@ -33,7 +33,7 @@ constexpr int WG_ROWS = 64, CONSUMERS = TILE_M / WG_ROWS;  // query rows of a wa
 constexpr int D_CHUNKS = (TILE_D + CHUNK - 1) / CHUNK, DV_CHUNKS = (TILE_DV + CHUNK - 1) / CHUNK;
 constexpr int D_STEPS = TILE_D / 16, KEY_STEPS = TILE_N / 16;  // steps of a product's summed dimension
 constexpr int CONSUMER_WARPS = CONSUMERS * WARPGROUP / WARP;
-constexpr bool SCORE_EARLY = Q_STAGES > 1;
+constexpr int NARROW_N = (TILE_N / 2 + 15) / 16 * 16;  // columns computed where only the first half can be visible
 static_assert(cfg::NUM_THREADS == (CONSUMERS + 1) * WARPGROUP, "one warpgroup loads, the others compute");
 static_assert(TILE_N % 16 == 0 && TILE_D % 16 == 0 && TILE_DV % 16 == 0, "wgmma sums in steps of 16");
 
@@ -77,6 +77,22 @@ __device__ __forceinline__ TileRange warpgroup_range(const Params& p, const Tile
   return own;
 }
 
+// Brings q and the first tiles of k and v into L2.
+__device__ __forceinline__ void prefetch(const Params& p, const Work& work) {
+  if (!work.valid) return;
+  const TileRange range = kv_range(p, work.m0);
+  const int head_kv = work.head / p.qheads_per_kv;
+  for (int n = range.end - 1; n >= max(range.begin, range.end - STAGES); n--) {
+    for (int c = 0; c < D_CHUNKS; c++) tma_prefetch_4d(&p.tma_k, c * CHUNK, n * TILE_N, head_kv, work.batch);
+    for (int c = 0; c < DV_CHUNKS; c++) tma_prefetch_4d(&p.tma_v, c * CHUNK, n * TILE_N, head_kv, work.batch);
+  }
+  for (int w = 0; w < CONSUMERS; w++) {
+    for (int c = 0; c < D_CHUNKS; c++) {
+      tma_prefetch_4d(&p.tma_q, c * CHUNK, work.m0 + w * WG_ROWS, work.head, work.batch);
+    }
+  }
+}
+
 __device__ __forceinline__ void produce(const Params& p, Smem& smem) {
   prefetch_tensor_map(&p.tma_q);
   prefetch_tensor_map(&p.tma_k);
@@ -84,12 +100,8 @@ __device__ __forceinline__ void produce(const Params& p, Smem& smem) {
   Ring<Q_STAGES> q;
   Ring<STAGES> k, v;
   unsigned index = blockIdx.x, round = 0;
-  Work work;
-  do {
-    round++;
-    const unsigned next = cfg::DYNAMIC ? gridDim.x + atomicAdd(p.tile_counter, 1)
-                                       : round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-    work = find_work(p, index);
+  while (true) {
+    const Work work = find_work(p, index);
     const TileRange range = work.valid ? kv_range(p, work.m0) : TileRange{};
     const int head_kv = work.head / p.qheads_per_kv;
 
@@ -123,12 +135,16 @@ __device__ __forceinline__ void produce(const Params& p, Smem& smem) {
     if (range.begin < range.end) load_k(range.end - 1);
     for (int w = 0; w < CONSUMERS; w++) send_q(w);
     q.advance();
+    if (!work.valid) break;
+    round++;
+    index = cfg::DYNAMIC ? gridDim.x + atomicAdd(p.tile_counter, 1)
+                         : round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+    if (cfg::PREFETCH) prefetch(p, find_work(p, index));
     for (int n = range.end - 1; n >= range.begin; n--) {
       if (n > range.begin) load_k(n - 1);
       load_v(n);
     }
-    index = next;
-  } while (work.valid);
+  }
   if (cfg::DYNAMIC && atomicAdd(p.tile_counter + 1, 1) == (int)gridDim.x - 1) {
     p.tile_counter[0] = p.tile_counter[1] = 0;  // the last to ask leaves zeros for the next launch
   }
@@ -173,6 +189,7 @@ fwd_sm90(const __grid_constant__ Params p) {
   Ring<STAGES> k, v;
   Work work;
   TileRange tile_range, range;  // key tiles of the output tile, and of this warpgroup's rows
+  bool narrow = false;          // whether only the first NARROW_N keys of the scores or probabilities count
 
   // ---- phases
   auto receive = [&]() {
@@ -182,6 +199,7 @@ fwd_sm90(const __grid_constant__ Params p) {
     work = {uniform(next.m0), uniform(next.head), uniform(next.batch), uniform(next.valid)};
     tile_range = kv_range(p, work.m0);
     range = warpgroup_range(p, tile_range, work.m0 + wg * WG_ROWS);
+    narrow = cfg::NARROW && kv_end(p, work.m0 + wg * WG_ROWS, WG_ROWS) - (range.end - 1) * TILE_N <= NARROW_N;
   };
   auto release = [&](u64* empty) {
     if (lane == 0) mbarrier_arrive(empty);
@@ -192,27 +210,55 @@ fwd_sm90(const __grid_constant__ Params p) {
   auto pass_turn = [&]() {
     if (cfg::PING_PONG) named_barrier_arrive(TURN + (wg + 1) % CONSUMERS, TURN_THREADS);
   };
-  auto start_scores = [&]() {  // s = q kT
+  auto multiply_scores = [&](auto& s) {  // s = q kT, for the first keys
+    constexpr int N = sizeof(s) / sizeof(float) * 2;
     const u64 a = descriptor_k_major(smem_u32(smem.q[q.index][wg]));
     const u64 b = descriptor_k_major(smem_u32(smem.k[k.index]));
-    wgmma_fence();
-    wgmma_ss<Element, TILE_N, false, false, false>(s_rmem, a, b);
+    wgmma_ss<Element, N, false, false, false>(s, a, b);
 #pragma unroll
     for (int i = 1; i < D_STEPS; i++) {
       const int chunk = i / 4, bytes = i % 4 * 32;
-      wgmma_ss<Element, TILE_N, false, false, true>(s_rmem, descriptor_at(a, chunk * sizeof(smem.q[0][0][0]) + bytes),
-                                                    descriptor_at(b, chunk * sizeof(smem.k[0][0]) + bytes));
+      wgmma_ss<Element, N, false, false, true>(s, descriptor_at(a, chunk * sizeof(smem.q[0][0][0]) + bytes),
+                                               descriptor_at(b, chunk * sizeof(smem.k[0][0]) + bytes));
     }
-    wgmma_commit();
   };
-  auto start_output = [&]() {  // o += p v
-    const u64 b = descriptor_mn_major(smem_u32(smem.v[v.index]), sizeof(smem.v[0][0]));
+  auto start_scores = [&](auto& s) {
+    mbarrier_wait(&smem.k_full[k.index], k.parity);
+    take_turn();
     wgmma_fence();
+    multiply_scores(s);
+    wgmma_commit();
+    pass_turn();
+  };
+  auto finish_scores = [&]() {
+    wgmma_wait<0>();
+    wgmma_hold(s_rmem);
+    wgmma_hold(o_rmem);
+    wgmma_hold(p_rmem);
+  };
+  auto first_scores = [&]() {
+    if (cfg::NARROW && narrow) {
+#pragma unroll
+      for (int i = NARROW_N / 2; i < TILE_N / 2; i++) s_rmem[i] = 0;
+      start_scores(reinterpret_cast<float(&)[NARROW_N / 2]>(s_rmem));
+      finish_scores();
+    } else {
+      start_scores(s_rmem);
+      finish_scores();
+    }
+  };
+  auto start_output = [&](auto pass) {  // o += p v
+    const u64 b = descriptor_mn_major(smem_u32(smem.v[v.index]), sizeof(smem.v[0][0]));
+    const bool half = narrow;
+    narrow = false;
 #pragma unroll
     for (int i = 0; i < KEY_STEPS; i++) {
+      if (cfg::NARROW_PV && i == NARROW_N / 16 && half) break;
+      if (i == KEY_STEPS - cfg::PASS_EARLY && decltype(pass)::value && !cfg::NARROW_PV) pass_turn();
       wgmma_rs<Element, TILE_DV, true, true>(o_rmem, p_rmem[i], descriptor_at(b, i * 16 * CHUNK_ROW_BYTES));
     }
     wgmma_commit();
+    if (decltype(pass)::value && (cfg::NARROW_PV || cfg::PASS_EARLY == 0)) pass_turn();
   };
   auto modify = [&](auto masked, int n) {
     const int q0 = work.m0 + wg * WG_ROWS + warp_row + lane / 4, kv0 = n * TILE_N + lane % 4 * 2;
@@ -242,13 +288,14 @@ fwd_sm90(const __grid_constant__ Params p) {
   };
   auto start_step = [&]() {
     mbarrier_wait(&smem.k_full[k.index], k.parity);
+    mbarrier_wait(&smem.v_full[v.index], v.parity);
     take_turn();
     wgmma_hold(o_rmem);
     wgmma_hold(p_rmem);
-    start_scores();
-    mbarrier_wait(&smem.v_full[v.index], v.parity);
-    start_output();
-    pass_turn();
+    wgmma_fence();
+    multiply_scores(s_rmem);
+    wgmma_commit();
+    start_output(Bool<true>{});
     wgmma_wait<1>();
     wgmma_hold(s_rmem);
   };
@@ -329,12 +376,7 @@ fwd_sm90(const __grid_constant__ Params p) {
     if (!scored) {
       skip(tile_range.end - range.end);
       if (any) {
-        mbarrier_wait(&smem.k_full[k.index], k.parity);
-        take_turn();
-          start_scores();
-        pass_turn();
-        wgmma_wait<0>();
-        wgmma_hold(s_rmem);
+        first_scores();
       }
     }
     if (any) {
@@ -356,34 +398,38 @@ fwd_sm90(const __grid_constant__ Params p) {
       mbarrier_wait(&smem.v_full[v.index], v.parity);
       wgmma_hold(o_rmem);
       wgmma_hold(p_rmem);
-      start_output();
+      wgmma_fence();
+      start_output(Bool<false>{});
       float inverse[2];
       finish_rows(inverse);
       const Work done = work;
       const int rest = range.begin - tile_range.begin;
       q.advance();
       scored = false;
-      if (SCORE_EARLY) {
+      if (cfg::SCORE_EARLY) {
         receive();
         scored = rest == 0 && work.valid && range.begin < range.end && range.end == tile_range.end;
       }
       if (scored) {
-        mbarrier_wait(&smem.k_full[k.index], k.parity);
-        take_turn();
-          start_scores();
-        pass_turn();
-        wgmma_wait<1>();
-        wgmma_hold(o_rmem);
-        wgmma_hold(p_rmem);
-        release_v();
-        store(done, inverse);
-        wgmma_wait<0>();
-        wgmma_hold(s_rmem);
+        if (cfg::NARROW) {
+          first_scores();
+          release_v();
+          store(done, inverse);
+        } else {
+          start_scores(s_rmem);
+          wgmma_wait<1>();
+          wgmma_hold(o_rmem);
+          wgmma_hold(p_rmem);
+          release_v();
+          store(done, inverse);
+          wgmma_wait<0>();
+          wgmma_hold(s_rmem);
+        }
       } else {
         finish_output();
         skip(rest);
         store(done, inverse);
-        if (!SCORE_EARLY) receive();
+        if (!cfg::SCORE_EARLY) receive();
       }
     } else {
       float inverse[2];

@@ -10,17 +10,22 @@ struct TileRange { int begin, full_begin, full_end, end; };
 
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
+// One past the last key that any of the query rows [m0, m0 + rows) sees.
+__device__ __forceinline__ int kv_end(const Params& p, int m0, int rows) {
+  const int shift = p.seqlen_k - p.seqlen_q;
+  return cfg::CAUSAL ? min(max(min(m0 + rows, p.seqlen_q) + shift, 0), p.seqlen_k) : p.seqlen_k;
+}
+
 // The key tiles that the query rows [m0, m0 + rows) visit.
 __device__ __forceinline__ TileRange kv_range(const Params& p, int m0, int rows = cfg::TILE_M) {
-  TileRange range = {0, 0, p.seqlen_k / cfg::TILE_N, (int)(((i64)p.seqlen_k + cfg::TILE_N - 1) / cfg::TILE_N)};
-  if (cfg::CAUSAL) {
-    const int shift = p.seqlen_k - p.seqlen_q;
-    const int m_last = min(m0 + rows, p.seqlen_q) - 1;
-    range.end = min(range.end, ceil_div(max(m_last + shift + 1, 0), cfg::TILE_N));
-    range.full_end = min(range.full_end, max(m0 + shift + 1, 0) / cfg::TILE_N);
-  }
+  const int end = (int)(((i64)kv_end(p, m0, rows) + cfg::TILE_N - 1) / cfg::TILE_N);
+  TileRange range = {0, 0, p.seqlen_k / cfg::TILE_N, end};
+  if (cfg::CAUSAL) range.full_end = min(range.full_end, max(m0 + p.seqlen_k - p.seqlen_q + 1, 0) / cfg::TILE_N);
   return range;
 }
+
+// Whether kv_range depends on the rows. If not, all warps of a query tile walk the same key tiles.
+constexpr bool ROWS_DIFFER = cfg::CAUSAL;
 
 // The query tiles that the key rows [n0, n0 + TILE_N) visit. Query rows past seqlen_q count as visible: the kernels
 // give them lse = +inf, so that p = exp(s - lse) is 0 there without a predicate.

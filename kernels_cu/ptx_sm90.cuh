@@ -83,6 +83,11 @@ __device__ __forceinline__ void tma_load_4d(void* smem, const TensorMap* map, u6
                   "l"(policy)
                : "memory");
 }
+// cp.async.bulk.prefetch.tensor: such a box from global memory into L2.
+__device__ __forceinline__ void tma_prefetch_4d(const TensorMap* map, int x0, int x1, int x2, int x3) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];"
+               :: "l"(map), "r"(x0), "r"(x1), "r"(x2), "r"(x3) : "memory");
+}
 // cp.async.bulk.tensor: smem to gmem; elements outside the tensor are not written. Joins the thread's open bulk group.
 __device__ __forceinline__ void tma_store_4d(const TensorMap* map, const void* smem, int x0, int x1, int x2, int x3) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];"

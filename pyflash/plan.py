@@ -263,7 +263,7 @@ def _forward_sm90(problem: Problem, device: Device, notes: tuple[str, ...]) -> P
         device,
         "fwd_sm90",
         {name: tensors[name] for name in ("q", "k", "v", "o")},
-        ("lse",) if "lse" in tensors else (),
+        ("lse",) * ("lse" in tensors) + ("tile_counter",) * dict(row.knobs)["DYNAMIC"],
         lambda n: min(device.sm_count, tiles),
         values={"num_tiles": tiles, "heads_per_section": _heads_per_section(problem, device)},
         tensor_maps={

@@ -17,6 +17,7 @@ from variants import Variant, covering, every
 from pyflash import compile, source
 from pyflash.tiles import KERNELS
 
+WARPGROUP = 128
 REGISTERS_PER_MULTIPROCESSOR, REGISTERS_PER_THREAD = 65536, 255
 
 all_variants = cache(every)
@@ -65,9 +66,12 @@ def check(variant: Variant, cubin: bytes, log: str) -> None:
     assert report.spill_bytes == 0, log
     assert not report.warnings, log
     assert 0 < report.registers <= REGISTERS_PER_THREAD
-    ctas = dict(variant.launch.config)["MIN_CTAS"]
-    allocated = -(-report.registers // 8) * 8 * variant.launch.block * ctas
-    assert allocated <= REGISTERS_PER_MULTIPROCESSOR, f"{report.registers} registers: {ctas} CTAs do not fit"
+    config, threads = dict(variant.launch.config), variant.launch.block
+    allocated = -(-report.registers // 8) * 8 * threads
+    assert allocated * config["MIN_CTAS"] <= REGISTERS_PER_MULTIPROCESSOR, f"{report.registers} registers: too many"
+    if "CONSUMER_REGS" in config:  # setmaxnreg shares out what the CTA has at entry, and hangs if that is not enough
+        shared_out = config["PRODUCER_REGS"] * WARPGROUP + config["CONSUMER_REGS"] * (threads - WARPGROUP)
+        assert shared_out <= allocated, f"{report.registers} registers at entry are fewer than setmaxnreg hands out"
 
 
 def compile_and_check(variant: Variant, builds: Builds) -> None:

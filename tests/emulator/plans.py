@@ -97,6 +97,9 @@ def run_plan(
             outputs[name] = memory.empty(name, tensors[name].shape, numpy_dtype(tensors[name].dtype))
         workspace = {piece.name: memory.empty(piece.name, piece.nbytes, np.uint8) for piece in made.workspace}
         buffers |= outputs | workspace
+        counters = {"tile_counter": memory.empty("tile_counter", (2,), np.int32)}
+        counters["tile_counter"].array[:] = 0
+        buffers |= counters
         for launch in made.launches:
             kernel = _built(launch.kernel, source.program(launch))
             emulator.run(
@@ -104,6 +107,7 @@ def run_plan(
             )
         for name, buffer in outputs.items():
             buffer.check_gaps(name)
+        assert not any(counter.array.any() for counter in counters.values()), "a counter was not set back to zero"
         return {name: buffer.array.copy() for name, buffer in outputs.items()}
 
 

@@ -36,6 +36,7 @@ inline void tma_load_4d(void* smem, const TensorMap* map, u64* barrier, int x0, 
 inline void tma_load_4d(void* smem, const TensorMap* map, u64* barrier, int x0, int x1, int x2, int x3, u64 policy, EMU_SITE) {
   tma_load_4d(smem, map, barrier, x0, x1, x2, x3, site);
 }
+inline void tma_prefetch_4d(const TensorMap*, int, int, int, int) {}
 inline void tma_store_4d(const TensorMap* map, const void* smem, int x0, int x1, int x2, int x3, EMU_SITE) {
   const int coordinates[] = {x0, x1, x2, x3};
   emu::tensor_store(map, smem_address(smem, site), coordinates, site);
