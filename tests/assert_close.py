@@ -175,7 +175,7 @@ class Ordinary:
             of_p = half * np.abs(np.where(np.isfinite(self.lse), self.lse, 0))[..., None]
             of_s = half * q.shape[-1] ** 0.5 * np.abs(np.where(self.visible, self.s, 0))
             # Of out, and of a sum of products whose like in dp is summed in another order.
-            of_out = float(_finfo(self.dtype).eps) / 2 + 6 * half
+            of_out = float(_finfo(self.dtype).eps) / 2 + 2 * v.shape[-1] ** 0.5 * half
             of_delta = of_out * np.sqrt(np.square(dout * out).sum(-1, keepdims=True))
 
             def apart(weights, rows):
