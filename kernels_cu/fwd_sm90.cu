@@ -341,9 +341,11 @@ fwd_sm90(const __grid_constant__ Params p) {
       mbarrier_wait(&smem.k_full[k.index], k.parity);
       take_turn();
       pass_turn();
+      __syncwarp();  // a lane that still waits would miss the phase when a release lets the ring go round
       release(&smem.k_empty[k.index]);
       k.advance();
       mbarrier_wait(&smem.v_full[v.index], v.parity);
+      __syncwarp();
       release_v();
     }
   };
