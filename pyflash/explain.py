@@ -103,9 +103,14 @@ def resident_ctas(launch: Launch, device: Device) -> int:
     return max(1, min(tile_row(launch).min_ctas, by_smem))
 
 
+def tiles(launch: Launch) -> int:
+    """Tiles that the CTAs of a launch work through: one each, unless they fetch more."""
+    return dict(launch.values).get("num_tiles", launch.grid)
+
+
 def waves(launch: Launch, device: Device) -> float:
-    """How many times the launch fills the GPU."""
-    return launch.grid / (resident_ctas(launch, device) * device.sm_count)
+    """How many times the launch's tiles fill the GPU."""
+    return tiles(launch) / (resident_ctas(launch, device) * device.sm_count)
 
 
 def figure(value: float) -> str:
@@ -159,7 +164,7 @@ def _gpu_lines(gpu: Device, plan: Plan) -> list[tuple[str, str]]:
         tile = f"tiles of {row.tile_m} queries x {row.tile_n} keys"
         padded = f"head_dim padded to {cfg['TILE_D']}/{cfg['TILE_DV']}"
         cta = f"{launch.block} threads, {row.stages} in the pipeline, {launch.smem_bytes} B of shared memory"
-        full = f"{waves(launch, gpu):.2f} waves at {resident_ctas(launch, gpu)} a multiprocessor"
+        full = f"{tiles(launch)} tiles, {waves(launch, gpu):.2f} waves at {resident_ctas(launch, gpu)} a multiprocessor"
         lines += [
             ("kernel", f"{launch.kernel}: {tile}, {padded}"),
             ("  why", row.why),
