@@ -151,6 +151,11 @@ def test_no_toolkit_headers():
     assert places(r"^\s*#\s*include\s*<", cuda_files()) == []
 
 
+def test_every_file_has_its_line_in_the_kernels_page():
+    page = (KERNELS / "README.md").read_text()
+    assert [p.name for p in cuda_files() if f"`{p.name}`" not in page] == []
+
+
 def test_headers_are_included_once():
     assert [p.name for p in cuda_files() if p.suffix == ".cuh" and "#pragma once" not in p.read_text()] == []
 
