@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import os
 import platform
 from importlib import metadata
@@ -14,6 +15,8 @@ from .. import __version__, api, compile, debug, reference, source
 from ..device import present
 from ..errors import CompileError, Unsupported
 from ..tiles import FAMILIES
+
+_BOUNDS = {"float16": 4e-3, "float32": 1e-5, "float64": 1e-12}  # relative to the largest entry
 
 
 class _Report:
@@ -50,11 +53,11 @@ def run(args: argparse.Namespace) -> int:
     report.good("pyflash", f"{__version__} in {source.kernels_folder().parent}; NumPy {np.__version__}")
     cuda = _driver(report)
     gpus = _cupy(report, cuda)
-    if _nvrtc(report, required=bool(gpus)):
-        _archs(report, gpus)
+    if _nvrtc(report, cuda, required=bool(gpus)):
+        _archs(report, cuda, gpus)
     _libraries(report)
     _cache(report)
-    _smoke(report, "NumPy", lambda a: a, ("numpy",), ("float32",))
+    _smoke(report, "NumPy", "float32, forward and backward", _data("float32"))
     for gpu in gpus if not report.broken else []:
         _smoke_gpu(report, gpu)
     print(
@@ -119,11 +122,11 @@ def _cupy(report: _Report, cuda: int | None) -> list[int]:
     return gpus
 
 
-def _nvrtc(report: _Report, required: bool) -> bool:
+def _nvrtc(report: _Report, cuda: int | None, required: bool) -> bool:
     try:
         version = compile.nvrtc_version()
     except CompileError as error:
-        (report.bad if required else report.absent)("NVRTC", str(error.__cause__ or error), _extra(None))
+        (report.bad if required else report.absent)("NVRTC", str(error.__cause__ or error), _extra(cuda))
         return False
     report.good(
         "NVRTC", "{}.{}, compiles for sm_{}".format(*version, ", sm_".join(map(str, compile.supported_archs())))
@@ -131,11 +134,11 @@ def _nvrtc(report: _Report, required: bool) -> bool:
     return True
 
 
-def _archs(report: _Report, gpus: list[int]) -> None:
+def _archs(report: _Report, cuda: int | None, gpus: list[int]) -> None:
     for gpu in gpus:
         if present(gpu).arch not in compile.supported_archs():
             report.bad("NVRTC", f"does not know GPU {gpu}'s sm_{present(gpu).arch}",
-                       f"pip install --upgrade nvidia-cuda-nvrtc, or {_extra(None)}")  # fmt: skip
+                       f"{_extra(cuda)} --upgrade")  # fmt: skip
 
 
 def _libraries(report: _Report) -> None:
@@ -164,37 +167,43 @@ def _cache(report: _Report) -> None:
 
 
 def _smoke_gpu(report: _Report, gpu: int) -> None:
+    """Every family of kernels that serves the GPU, forward and backward."""
     import cupy
 
+    tried = set()
     with cupy.cuda.Device(gpu):
-        for family in FAMILIES:
-            dtypes = ("float32", "float64") if family == "simt" else ("float16",)
-            try:
-                with debug.families(family):
-                    _smoke(report, f"GPU {gpu}", cupy.asarray, (family,), dtypes, cupy.asnumpy)
-            except Unsupported as error:
-                report.absent(f"GPU {gpu}", f"{family}: {error}")
+        for dtype, family in itertools.product(_BOUNDS, FAMILIES):
+            arrays = _data(dtype)
+            with debug.families(family, *(other for other in FAMILIES if other != family)):
+                try:
+                    plans = [api.explain(*map(cupy.asarray, arrays[:3]), backward=b).plan for b in (False, True)]
+                except Unsupported as error:
+                    plans, refusal = [], str(error)
+                used = (dtype, *(plan.family for plan in plans))
+                if used in tried:
+                    continue
+                tried.add(used)
+                if plans:
+                    what = f"{dtype}, {used[1]} forward and {used[2]} backward"
+                    _smoke(report, f"GPU {gpu}", what, arrays, cupy.asarray, cupy.asnumpy)
+                else:
+                    report.absent(f"GPU {gpu}", f"{dtype}: {refusal}")
 
 
-def _smoke(report: _Report, subject: str, put, what: tuple[str, ...], dtypes: tuple[str, ...], get=lambda a: a) -> None:
-    """Forward and backward of a small problem against the reference."""
+def _data(dtype: str) -> list[np.ndarray]:
+    """q, k, v, dout of a small problem."""
     rng = np.random.default_rng(0)
-    for dtype in dtypes:
-        q, k, v, dout = (
-            rng.standard_normal((1, length, heads, 64)).astype(dtype)
-            for length, heads in ((70, 4), (150, 2), (150, 2), (70, 4))
-        )
-        arrays = [put(a) for a in (q, k, v)]
-        out, lse = api.flash_attention(*arrays, causal=True, return_lse=True)
-        gradients = api.flash_attention_backward(put(dout), *arrays, out, lse, causal=True)
-        expected = (
-            reference.attention(q, k, v, causal=True)[0],
-            *reference.attention_backward(dout, q, k, v, causal=True),
-        )
-        errors = [
-            np.abs(get(a).astype(np.float64) - b).max() / np.abs(b).max()
-            for a, b in zip((out, *gradients), expected, strict=True)
-        ]
-        text = f"{' '.join(what)} {dtype}: forward and backward within {max(errors):.1e} of the reference"
-        bound = {"float16": 4e-3, "float32": 1e-5, "float64": 1e-12}[dtype]
-        (report.good if max(errors) <= bound else report.bad)(subject, text)
+    shapes = (1, 70, 4, 64), (1, 150, 2, 64), (1, 150, 2, 64), (1, 70, 4, 64)
+    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+
+
+def _smoke(report: _Report, subject: str, what: str, arrays: list[np.ndarray], put=np.asarray, get=np.asarray) -> None:
+    """Forward and backward against the reference."""
+    q, k, v, dout = (put(a) for a in arrays)
+    out, lse = api.flash_attention(q, k, v, causal=True, return_lse=True)
+    results = [out, *api.flash_attention_backward(dout, q, k, v, out, lse, causal=True)]
+    q, k, v, dout = arrays
+    expected = [reference.attention(q, k, v, causal=True)[0], *reference.attention_backward(dout, q, k, v, causal=True)]
+    error = max(np.abs(get(a) - b).max() / np.abs(b).max() for a, b in zip(results, expected, strict=True))
+    good = error <= _BOUNDS[str(arrays[0].dtype)]  # a NaN is not
+    (report.good if good else report.bad)(subject, f"{what}: within {error:.1e} of the reference")
