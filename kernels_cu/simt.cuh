@@ -164,13 +164,13 @@ template <int COUNT> __device__ __forceinline__ bool all_finite(const Element* s
 template <int A_STRIDE, int B_STRIDE, int ROWS, int COLS>
 __device__ __forceinline__ void product_nt(Element (&acc)[ROWS][COLS], const Element* a, const Element* b, int depth) {
 #pragma unroll 1
-  for (int d = 0; d < depth; d += VEC) {
+  for (int left = depth; left > 0; left -= VEC, a += VEC, b += VEC) {
     Vector<VEC> a_rmem[ROWS];
 #pragma unroll
-    for (int i = 0; i < ROWS; i++) a_rmem[i] = load<VEC>(a + i * THREAD_ROWS * A_STRIDE + d);
+    for (int i = 0; i < ROWS; i++) a_rmem[i] = load<VEC>(a + i * THREAD_ROWS * A_STRIDE);
 #pragma unroll
     for (int j = 0; j < COLS; j++) {
-      const Vector<VEC> b_rmem = load<VEC>(b + j * THREAD_COLS * B_STRIDE + d);
+      const Vector<VEC> b_rmem = load<VEC>(b + j * THREAD_COLS * B_STRIDE);
 #pragma unroll
       for (int e = 0; e < VEC; e++) {
 #pragma unroll
@@ -186,15 +186,15 @@ __device__ __forceinline__ void product_nn(Element (&acc)[ROWS][COLS], const Ele
   constexpr int WIDTH = vector_width(COLS);
   b += thread_col() * WIDTH;
 #pragma unroll 1
-  for (int n = 0; n < DEPTH; n += VEC) {
+  for (int left = DEPTH; left > 0; left -= VEC, w += VEC, b += VEC * B_COLS) {
     Vector<VEC> w_rmem[ROWS];
 #pragma unroll
-    for (int i = 0; i < ROWS; i++) w_rmem[i] = load<VEC>(w + i * THREAD_ROWS * W_STRIDE + n);
+    for (int i = 0; i < ROWS; i++) w_rmem[i] = load<VEC>(w + i * THREAD_ROWS * W_STRIDE);
 #pragma unroll
     for (int e = 0; e < VEC; e++) {
 #pragma unroll
       for (int c = 0; c < COLS; c += WIDTH) {
-        const Vector<WIDTH> b_rmem = load<WIDTH>(b + (n + e) * B_COLS + c * THREAD_COLS);
+        const Vector<WIDTH> b_rmem = load<WIDTH>(b + e * B_COLS + c * THREAD_COLS);
 #pragma unroll
         for (int f = 0; f < WIDTH; f++) {
 #pragma unroll
