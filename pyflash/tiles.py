@@ -234,9 +234,9 @@ KERNELS: dict[str, Kernel] = {
             _bwd_sm80(128, 64, 128, 8, 1, (0, 0), (4, 2), "placeholder"),
             _bwd_sm80(128, 32, 128, 8, 1, (0, 0), (4, 1), "as above in the 163 KB of compute capability 8.0"),
             _bwd_sm80(128, 32, 64, 8, 1, (8, 8), (4, 1), _LESS_SMEM),
-            _bwd_sm80(256, 32, 64, 8, 2, (8, 8), (8, 1), "placeholder"),
+            _bwd_sm80(256, 32, 64, 8, 2, (7, 7), (8, 1), "placeholder"),
             _bwd_sm80(256, 16, 64, 8, 2, (8, 8), (8, 1), "as above in the 163 KB of compute capability 8.0"),
-            _bwd_sm80(256, 16, 32, 4, 2, (8, 8), (4, 1), _LESS_SMEM),
+            _bwd_sm80(256, 16, 32, 4, 2, (7, 7), (4, 1), _LESS_SMEM),
         ),
     ),
     "bwd_delta": Kernel(
