@@ -62,6 +62,11 @@ def supported_archs() -> list[int]:
     return sorted(_nvrtc().getSupportedArchs())
 
 
+def _options() -> tuple[str, ...]:
+    # From 12.9 on NVRTC has a cache of its own, which would answer without the assembler's report.
+    return (*_OPTIONS, "-no-cache") if nvrtc_version() >= (12, 9) else _OPTIONS
+
+
 def report(log: str) -> Report:
     def number(pattern: str) -> int:
         return max((int(x) for x in re.findall(pattern, log)), default=0)
@@ -80,7 +85,7 @@ def compile_program(text: str, name: str, arch: str) -> tuple[bytes, str]:
     )
     try:
         try:
-            nvrtc.compileProgram(handle, (f"-arch={arch}", *_OPTIONS))
+            nvrtc.compileProgram(handle, (f"-arch={arch}", *_options()))
         except nvrtc.NVRTCError as error:
             raise CompileError(f"NVRTC {nvrtc.getVersion()} could not compile {name} for {arch} ({error}):\n"
                                f"{nvrtc.getProgramLog(handle)}") from error
@@ -92,7 +97,7 @@ def compile_program(text: str, name: str, arch: str) -> tuple[bytes, str]:
 
 def _key(text: str, arch: str) -> str:
     digest = hashlib.sha256()
-    for part in (text, *(f"{n}\0{t}" for n, t in source.headers(text).items()), arch, *_OPTIONS, str(nvrtc_version())):
+    for part in (text, *(f"{n}\0{t}" for n, t in source.headers(text).items()), arch, *_options(), str(nvrtc_version())):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()[:32]
 
