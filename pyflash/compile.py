@@ -96,8 +96,8 @@ def compile_program(text: str, name: str, arch: str) -> tuple[bytes, str]:
 
 
 def _key(text: str, arch: str) -> str:
-    digest = hashlib.sha256()
-    for part in (text, *(f"{n}\0{t}" for n, t in source.headers(text).items()), arch, *_options(), str(nvrtc_version())):
+    digest, headers = hashlib.sha256(), (f"{name}\0{header}" for name, header in source.headers(text).items())
+    for part in (text, *headers, arch, *_options(), str(nvrtc_version())):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()[:32]
 
