@@ -1,6 +1,6 @@
-"""Runs CUDA programs on the CPU, looking for trouble: compiles a program's text with the host's C++ compiler behind the
-headers of `device/`, and executes it in `runtime/`, where each CUDA thread is a fiber and a seed decides what a GPU leaves
-open: who runs when, and how late or early asynchronous work happens. README.md tells what is found and what is not.
+"""Runs CUDA programs on the CPU, looking for trouble: compiles a program's text with the host's C++ compiler behind
+the headers of `device/`, and executes it in `runtime/`, where each CUDA thread is a fiber and a seed decides what a GPU
+leaves open: who runs when, and how late or early asynchronous work happens. README.md tells what is found and what not.
 """
 
 from __future__ import annotations
@@ -163,16 +163,16 @@ def _flatten(text: str, headers: Mapping[str, str], name: str, seen: set[str]) -
 
 def _declare_shared(text: str) -> tuple[str, int]:
     """Shared-memory declarations as the emulator's, and the alignment that dynamic shared memory asks for."""
+
+    def static(found: re.Match) -> str:
+        element, name, extent = found["type"], found["name"], found["extent"]
+        size = f"sizeof({element}{extent}), {found['alignment'] or f'alignof({element})'}"
+        place = f"emu::static_shared(__COUNTER__, {size})"
+        return f"{element} (&{name}){extent} = *static_cast<{element}(*){extent}>({place});"
+
     alignments = [int(found["alignment"] or 16) for found in _DYNAMIC_SHARED.finditer(text)]
     text = _DYNAMIC_SHARED.sub(r"\g<type>* const \g<name> = static_cast<\g<type>*>(emu::dynamic_shared());", text)
-    text = _STATIC_SHARED.sub(
-        lambda found: "{type} (&{name}){extent} = *static_cast<{type}(*){extent}>(emu::static_shared("
-        "__COUNTER__, sizeof({type}{extent}), {alignment}));".format(
-            **{**found.groupdict(), "alignment": found["alignment"] or f"alignof({found['type']})"}
-        ),
-        text,
-    )
-    return text, max(alignments, default=16)
+    return _STATIC_SHARED.sub(static, text), max(alignments, default=16)
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ def _byte_range(array: np.ndarray) -> tuple[int, int]:
 
 
 class Memory:
-    """Emulated global memory: arrays between pages that fault. Freed at the end of the `with`, which runs may not outlive."""
+    """Emulated global memory: arrays between pages that fault. Freed at the end of the `with`, runs lie inside it."""
 
     _lock = threading.RLock()  # there is one emulated GPU
 
@@ -282,9 +282,7 @@ def tensor_map(
     swizzle_bytes: int = 0,
 ) -> bytes:
     """The 128 bytes that stand for a CUtensorMap of four dimensions, innermost first."""
-    packed = _TENSOR_MAP.pack(
-        _TENSOR_MAP_MAGIC, pointer, *stride_bytes, *extents, *box, element_bytes, swizzle_bytes
-    )
+    packed = _TENSOR_MAP.pack(_TENSOR_MAP_MAGIC, pointer, *stride_bytes, *extents, *box, element_bytes, swizzle_bytes)
     return packed.ljust(_TENSOR_MAP_BYTES, b"\0")
 
 
@@ -332,8 +330,7 @@ def run(
     start = -ctypes.addressof(aligned) % 64  # tensor maps among the arguments must be aligned
     aligned[start : start + len(params)] = bytes(params)
     pointer = ctypes.cast(ctypes.addressof(aligned) + start, ctypes.c_char_p)
-    if runtime.emu_run(
-        _entry(kernel.path), pointer, grid, block, smem_bytes, kernel.smem_alignment, seed, resident, shuffled, check_races
-    ):
+    shape = grid, block, smem_bytes, kernel.smem_alignment
+    if runtime.emu_run(_entry(kernel.path), pointer, *shape, seed, resident, shuffled, check_races):
         text = _with_lines(runtime.emu_error_text().decode(), kernel.path)
         raise EmulatorError(runtime.emu_error_kind().decode(), f"{text} [{kernel.name}, seed {seed}]")

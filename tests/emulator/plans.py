@@ -9,21 +9,14 @@ from functools import cache
 
 import emulator
 import numpy as np
+from cases import numpy_dtype
 
 from pyflash import params, problem, source
-from pyflash.plan import Launch, Plan, plan
-from pyflash.problem import DTYPES, Problem, Tensor
-from pyflash.device import Device
+from pyflash.launch import TILE_COUNTER
+from pyflash.plan import Launch, Plan
+from pyflash.problem import Problem, Tensor
 
-TMA_ALIGNMENT, TMA_BOX, TMA_RANK = 16, 256, 4
-
-
-def numpy_dtype(name: str) -> np.dtype:
-    if name == "bfloat16":
-        import ml_dtypes
-
-        return np.dtype(ml_dtypes.bfloat16)
-    return np.dtype(name)
+TMA_ALIGNMENT, TMA_BOX = 16, 256
 
 
 def tensor_of(array: np.ndarray) -> Tensor:
@@ -82,49 +75,28 @@ def _pack(launch: Launch, buffers: dict[str, emulator.Buffer]) -> bytes:
 
 
 def run_plan(
-    made: Plan, arrays: dict[str, np.ndarray], *, seed: int = 0, out: np.ndarray | None = None, **options
+    plan: Plan, arrays: dict[str, np.ndarray], *, seed: int = 0, out: np.ndarray | None = None, **options
 ) -> dict[str, np.ndarray]:
     """The plan's outputs. Inputs are constant while it runs; outputs and workspace start as NaN; whatever is written
     besides the outputs' elements is an error. `out` gives the layout of o, if the problem was told of one."""
-    made_problem = made.problem
-    tensors = dict(made_problem.tensors)
+    tensors = dict(plan.problem.tensors)
     with emulator.Memory(seed) as memory:
-        buffers = {name: memory.constant(name, array) for name, array in arrays.items()}
-        outputs = {}
-        if out is not None:
-            outputs["o"] = memory.empty_like("o", out)
-        for name in made_problem.outputs:
+        inputs = {name: memory.constant(name, array) for name, array in arrays.items()}
+        outputs = {} if out is None else {"o": memory.empty_like("o", out)}
+        for name in plan.problem.outputs:
             outputs[name] = memory.empty(name, tensors[name].shape, numpy_dtype(tensors[name].dtype))
-        workspace = {piece.name: memory.empty(piece.name, piece.nbytes, np.uint8) for piece in made.workspace}
-        buffers |= outputs | workspace
-        counters = {"tile_counter": memory.empty("tile_counter", (2,), np.int32)}
-        counters["tile_counter"].array[:] = 0
-        buffers |= counters
-        for launch in made.launches:
+        workspace = {piece.name: memory.empty(piece.name, piece.nbytes, np.uint8) for piece in plan.workspace}
+        counter = memory.empty(TILE_COUNTER, 2, np.int32)
+        counter.array[...] = 0
+        buffers = inputs | outputs | workspace | {TILE_COUNTER: counter}
+        for launch in plan.launches:
             kernel = _built(launch.kernel, source.program(launch))
-            emulator.run(
-                kernel, launch.grid, launch.block, launch.smem_bytes, _pack(launch, buffers), seed=seed, **options
-            )
+            params_bytes = _pack(launch, buffers)
+            emulator.run(kernel, launch.grid, launch.block, launch.smem_bytes, params_bytes, seed=seed, **options)
         for name, buffer in outputs.items():
             buffer.check_gaps(name)
-        assert not any(counter.array.any() for counter in counters.values()), "a counter was not set back to zero"
+        if counter.array.any():
+            raise emulator.EmulatorError(
+                "misuse", f"{TILE_COUNTER} is {counter.array}, not left zero for the next launch"
+            )
         return {name: buffer.array.copy() for name, buffer in outputs.items()}
-
-
-def attention(
-    arrays: dict[str, np.ndarray],
-    device: Device,
-    families: tuple[str, ...],
-    *,
-    seed: int = 0,
-    out: np.ndarray | None = None,
-    emulation: dict[str, object] | None = None,
-    **call,
-) -> dict[str, np.ndarray]:
-    """Plan a call for `device` and run it: o (and lse), or dq, dk and dv if `arrays` hold dout."""
-    given = arrays if out is None else {**arrays, "o": out}
-    made = plan(make_problem(given, backward="dout" in arrays, **call), device, families)
-    return run_plan(made, arrays, seed=seed, out=out, **(emulation or {}))
-
-
-__all__ = ["DTYPES", "attention", "build", "make_problem", "numpy_dtype", "run_plan", "tensor_of"]

@@ -17,7 +17,7 @@ from pyflash import source
 
 MINIATURES = Path(__file__).parent / "miniatures"
 SEEDS = range(16)
-HALVES = ("float16", "bfloat16")
+ELEMENTS = {"float16": "fp16", "bfloat16": "bf16"}
 
 
 @cache
@@ -57,9 +57,7 @@ def run_copies(*macros: str, check_races: bool = True):
         with emulator.Memory(seed) as memory:
             given, y = memory.constant("x", x), memory.empty("y", (128, 4), np.float32)
             params = struct.pack("<2Q", given.pointer, y.pointer)
-            emulator.run(
-                miniature("copies", *macros), 1, 128, 4096, params, seed=seed, check_races=check_races
-            )
+            emulator.run(miniature("copies", *macros), 1, 128, 4096, params, seed=seed, check_races=check_races)
             return np.array_equal(y.array, x.sum(0)[::-1])
 
     return run
@@ -70,9 +68,7 @@ def test_right_copies_pass(check_races):
     assert set(outcomes(run_copies(check_races=check_races), range(64))) == {"right"}
 
 
-@pytest.mark.parametrize(
-    "bug", ["NO_WAIT", "WEAK_WAIT", "BARRIER_BEFORE_WAIT", "NO_BARRIER", "BUFFER_REUSED_EARLY"]
-)
+@pytest.mark.parametrize("bug", ["NO_WAIT", "WEAK_WAIT", "BARRIER_BEFORE_WAIT", "NO_BARRIER", "BUFFER_REUSED_EARLY"])
 def test_unordered_copies_are_races_and_give_wrong_results(bug):
     assert set(outcomes(run_copies(bug))) == {"race"}
     timed = outcomes(run_copies(bug, check_races=False), range(64))
@@ -98,9 +94,12 @@ def test_bad_addresses(bug, kind):
 def test_errors_name_thread_buffer_and_line():
     with pytest.raises(emulator.EmulatorError) as caught:
         run_copies("WRITES_PAST_END")(0)
-    line = next(i for i, text in enumerate((MINIATURES / "copies.cu").read_text().splitlines(), 1) if "y[i] = sum[i]" in text)
-    assert re.search(r"thread 127 \(warp 3 lane 31\) of block 0 writes 4 bytes 0 bytes past the end of y", str(caught.value))
-    assert f"copies.cu:{line}" in str(caught.value)
+    lines = (MINIATURES / "copies.cu").read_text().splitlines()
+    line = next(number for number, text in enumerate(lines, start=1) if "y[i] = sum[i]" in text)
+    assert (
+        "thread 127 (warp 3 lane 31) of block 0 writes 4 bytes 0 bytes past the end of y (2048 bytes) "
+        f"at copies.cu:{line}"
+    ) in str(caught.value)
 
 
 # ---- meetings --------------------------------------------------------------------------------------------------------
@@ -111,7 +110,8 @@ def run_meetings(*macros: str, check_races: bool = True):
 
     def run(seed: int) -> bool:
         with emulator.Memory(seed) as memory:
-            given, y, flag = memory.constant("x", x), memory.empty("y", 1, np.float32), memory.empty("flag", 1, np.int32)
+            given, y = memory.constant("x", x), memory.empty("y", 1, np.float32)
+            flag = memory.empty("flag", 1, np.int32)
             flag.array[0] = 0
             params = struct.pack("<3Q", given.pointer, y.pointer, flag.pointer)
             kernel = miniature("meetings", *macros)
@@ -166,16 +166,14 @@ def test_a_deadlock_tells_who_waits_on_what():
 # ---- products and numbers --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dtype", ELEMENTS)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_ldmatrix_and_mma(dtype, transposed):
     rng = np.random.default_rng(0)
     a, b = (rng.standard_normal((16, 16)).astype(np.float32).astype(numpy_dtype(dtype)) for _ in range(2))
     wide_a, wide_b = a.astype(np.float64), b.astype(np.float64)
     expected = wide_a.T @ wide_b if transposed else wide_a @ wide_b.T
-    kernel = miniature(
-        "product", *["TRANSPOSED"] * transposed, element={"float16": "fp16", "bfloat16": "bf16"}[dtype]
-    )
+    kernel = miniature("product", *["TRANSPOSED"] * transposed, element=ELEMENTS[dtype])
     for seed in SEEDS:
         with emulator.Memory(seed) as memory:
             given = memory.constant("a", a), memory.constant("b", b)
@@ -185,16 +183,17 @@ def test_ldmatrix_and_mma(dtype, transposed):
             np.testing.assert_allclose(c.array, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dtype", ELEMENTS)
 def test_conversions_round_as_numpy(dtype):
     rng = np.random.default_rng(0)
     bits = rng.integers(0, 2**32, 4096, dtype=np.uint32)
     x = np.concatenate([bits.view(np.float32), (rng.standard_normal(2048) * 1e-5).astype(np.float32)])
     x = np.concatenate([x, np.array([0, -0.0, np.inf, -np.inf, 65519.996, 65520, 2**-24, 2**-25, 2**-14], np.float32)])
     x = np.resize(x, -(-x.size // 32) * 32)
-    kernel = miniature("conversions", element={"float16": "fp16", "bfloat16": "bf16"}[dtype])
+    kernel = miniature("conversions", element=ELEMENTS[dtype])
     with emulator.Memory() as memory, np.errstate(over="ignore"):
-        given, half, back = memory.constant("x", x), memory.empty("half", x.size, np.uint16), memory.empty_like("back", x)
+        given, back = memory.constant("x", x), memory.empty_like("back", x)
+        half = memory.empty("half", x.size, np.uint16)
         params = struct.pack("<3Q", given.pointer, half.pointer, back.pointer)
         emulator.run(kernel, x.size // 32, 32, 0, params)
         expected = x.astype(numpy_dtype(dtype))
@@ -211,10 +210,8 @@ def run_pipeline(*macros: str, in_registers: bool = False, dtype: str = "bfloat1
     rng = np.random.default_rng(0)
     a, b = (rng.standard_normal(s).astype(np.float32).astype(numpy_dtype(dtype)) for s in ((64, 300), (300, 64)))
     expected = a.astype(np.float64) @ b.astype(np.float64)  # the last slice reaches past a and b: zeros
-    element = {"float16": "fp16", "bfloat16": "bf16"}[dtype]
-    kernel = miniature(
-        "pipeline", *macros, element=element, constants=f"constexpr bool A_IN_REGISTERS = {str(in_registers).lower()};"
-    )
+    constants = f"constexpr bool A_IN_REGISTERS = {str(in_registers).lower()};"
+    kernel = miniature("pipeline", *macros, element=ELEMENTS[dtype], constants=constants)
 
     def tensor_map(buffer: emulator.Buffer) -> bytes:
         rows, columns = buffer.array.shape
@@ -235,7 +232,7 @@ def run_pipeline(*macros: str, in_registers: bool = False, dtype: str = "bfloat1
 
 
 @pytest.mark.parametrize("in_registers", [False, True])
-@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dtype", ELEMENTS)
 def test_right_pipelines_pass(in_registers, dtype):
     assert set(outcomes(run_pipeline(in_registers=in_registers, dtype=dtype))) == {"right"}
 
@@ -288,8 +285,9 @@ def signatures(text: str, own: bool) -> dict[str, list[str]]:
     """The parameter types of every function of a header, by name."""
     text = re.sub(r"//[^\n]*", "", text)
     head = r"inline" if own else r"__device__\s+__forceinline__"
+    function = rf"{head}\s+(?:[\w:]+\s+)+?(\w+)(?:<\w+>)?\(((?:[^()]|\([^()]*\))*)\)\s*[;{{]"
     found: dict[str, list[str]] = {}
-    for name, parameters in re.findall(rf"{head}\s+(?:[\w:]+\s+)+?(\w+)(?:<\w+>)?\(((?:[^()]|\([^()]*\))*)\)\s*[;{{]", text):
+    for name, parameters in re.findall(function, text):
         plain = re.sub(r",?\s*EMU_SITE", "", parameters)
         found.setdefault(name, []).append(re.sub(r"\s+", " ", plain).strip())
     return found

@@ -21,15 +21,16 @@ from problems import device_of
 from pyflash import reference
 from pyflash.errors import Unsupported
 from pyflash.plan import Plan
+from pyflash.plan import plan as plan_launches
 from pyflash.tiles import FAMILIES, KERNELS
 
 # With few multiprocessors, persistent kernels do several output tiles a CTA.
-DEVICE = dataclasses.replace(device_of((9, 0)), sm_count=3)
+DEVICE = dataclasses.replace(device_of((9, 0)), sm_count=2)
 
 # Enough tiles, both ways, for every stage of the pipelines to be filled several times.
 LONG_CASES = {
-    "many tiles": Case(1, 210, 700, 1, 1, 64, 64),
-    "many tiles, causal": Case(1, 600, 520, 1, 1, 128, 128, options=CAUSAL, values="rising"),
+    "many tiles": Case(1, 210, 700, 2, 1, 64, 64),
+    "many tiles, causal": Case(1, 450, 400, 3, 3, 128, 128, options=CAUSAL, values="rising"),
     "many tiles, more keys than queries": Case(1, 140, 900, 2, 1, 80, 96, options=CAUSAL, values="rising"),
     "many tiles, wide heads": Case(1, 130, 390, 1, 1, 192, 256, values="row offsets"),
 }
@@ -72,7 +73,7 @@ def plan_of(family: str, direction: str, case: Case, **call) -> Plan:
         options=dict(case.options),
         **call,
     )
-    return plans.plan(problem, DEVICE, (family,))
+    return plan_launches(problem, DEVICE, (family,))
 
 
 def check(case: Case, arrays: dict[str, np.ndarray], results: dict[str, np.ndarray]) -> None:
@@ -113,10 +114,12 @@ def test_cases(family, direction, name):
         pytest.skip(str(reason))
     arrays = inputs(case, direction)
     seeds = range(3 * TURN[name], 3 * TURN[name] + 3)
-    first, *others = (plans.run_plan(plan, arrays, seed=seed) for seed in seeds)
+    # Atomic additions come in one order only if CTAs run one after the other.
+    resident = 1 if direction == "backward" else 2
+    first = plans.run_plan(plan, arrays, seed=seeds[0])
     check(case, arrays, first)
-    for other in others:  # CTAs run one after the other, so that even atomic additions come in one order
-        assert_same_bits(first, other)
+    for seed in seeds[1:]:
+        assert_same_bits(first, plans.run_plan(plan, arrays, seed=seed, resident=resident))
 
 
 @pytest.mark.parametrize(("family", "direction"), DIRECTIONS)
@@ -130,7 +133,7 @@ def test_any_case(family, direction, case):
         check(case, inputs(case, direction), plans.run_plan(plan, inputs(case, direction), seed=case.seed))
 
 
-INTERLEAVED = Case(2, 200, 300, 4, 2, 64, 64, options=CAUSAL)
+INTERLEAVED = Case(1, 150, 200, 4, 2, 64, 64, options=CAUSAL)
 
 
 @pytest.mark.parametrize(("family", "direction"), DIRECTIONS)
@@ -160,6 +163,28 @@ def test_deterministic_gradients(family):
         assert_same_bits(first, other)
 
 
+@pytest.mark.parametrize("garbage", [np.nan, np.inf])
+@pytest.mark.parametrize(("family", "direction"), DIRECTIONS)
+def test_hidden_keys_have_no_influence(family, direction, garbage):
+    """Rows that do not see a key do not notice what it holds."""
+    dtype = KERNELS[kernel_of(family, direction)].dtypes[-1]
+    case = Case(1, 70, 150, 2, 1, 64, 64, dtype, options=CAUSAL)
+    arrays = {name: array.copy() for name, array in inputs(case, "backward").items()}
+    arrays["v"][0, 100, 0, 3] = garbage
+    arrays["k"][0, 130, 0] = garbage
+    q, k, v, dout = (arrays[name] for name in ("q", "k", "v", "dout"))
+    out, lse = reference.attention(q, k, v, causal=True)
+    if direction == "forward":
+        expected, given = {"o": out, "lse": lse}, {"q": q, "k": k, "v": v}
+    else:
+        expected = dict(zip(("dq", "dk", "dv"), reference.attention_backward(dout, q, k, v, causal=True), strict=True))
+        given = {**arrays, "o": out.astype(q.dtype), "lse": lse.astype(case.lse_dtype)}
+    results = plans.run_plan(plan_of(family, direction, case), given, seed=1)
+    tolerance = 0.05 if q.dtype.itemsize == 2 else 1e-5
+    for name, right in expected.items():
+        np.testing.assert_allclose(results[name].astype(np.float64), right, tolerance, tolerance, err_msg=name)
+
+
 @pytest.mark.parametrize("family", [family for family, direction in DIRECTIONS if direction == "forward"])
 def test_without_lse(family):
     case = dataclasses.replace(CASES["causal"], dtype=KERNELS[f"fwd_{family}"].dtypes[0])
@@ -178,7 +203,7 @@ def test_out_of_any_layout(family, layout):
     out = LAYOUTS[layout].place(np.zeros(case.shapes["dout"], np.float32), arrays["q"].dtype)
     problem = plans.make_problem({**arrays, "o": out}, options=dict(case.options))
     try:
-        plan = plans.plan(problem, DEVICE, (family,))
+        plan = plan_launches(problem, DEVICE, (family,))
     except Unsupported as reason:
         pytest.skip(str(reason))
     check(case, arrays, plans.run_plan(plan, arrays, seed=1, out=out))

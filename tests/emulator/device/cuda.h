@@ -1,9 +1,9 @@
-// The CUDA vocabulary that kernels use, for a C++ compiler. Included in front of every emulated program. Only what NVRTC
-// offers without any header belongs here; instructions have their own emulated headers, ptx.cuh and ptx_sm90.cuh.
+// The CUDA vocabulary that kernels use, for a C++ compiler. Included in front of every emulated program. Only what
+// NVRTC offers without any header belongs here; instructions have their emulated headers, ptx.cuh and ptx_sm90.cuh.
 #pragma once
 #include "emu.h"
 
-// ---- declarations ----------------------------------------------------------------------------------------------------
+// ---- declarations ---------------------------------------------------------------------------------------------------
 #define __global__
 #define __device__
 #define __host__
@@ -37,7 +37,7 @@ EMU_VECTOR(float, float)
 EMU_VECTOR(double, double)
 #undef EMU_VECTOR
 
-// ---- bits ------------------------------------------------------------------------------------------------------------
+// ---- bits -----------------------------------------------------------------------------------------------------------
 inline float __uint_as_float(unsigned x) { return __builtin_bit_cast(float, x); }
 inline float __int_as_float(int x) { return __builtin_bit_cast(float, x); }
 inline unsigned __float_as_uint(float x) { return __builtin_bit_cast(unsigned, x); }
@@ -49,7 +49,7 @@ inline int __clz(int x) { return x ? __builtin_clz(unsigned(x)) : 32; }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline size_t __cvta_generic_to_shared(const void* p, EMU_SITE) { return emu::shared_address(p, site); }
 
-// ---- arithmetic ------------------------------------------------------------------------------------------------------
+// ---- arithmetic -----------------------------------------------------------------------------------------------------
 extern "C" {
 float exp2f(float) noexcept; float expf(float) noexcept; float log2f(float) noexcept; float logf(float) noexcept;
 float log1pf(float) noexcept; float tanhf(float) noexcept; float powf(float, float) noexcept;
@@ -99,7 +99,7 @@ EMU_INTEGER(unsigned long long)
 #undef EMU_INTEGER
 inline int abs(int a) { return a < 0 ? -a : a; }
 
-// ---- threads that meet -----------------------------------------------------------------------------------------------
+// ---- threads that meet ----------------------------------------------------------------------------------------------
 inline void __syncthreads(EMU_SITE) { emu::cta_barrier(0, 0, true, emu::Vote::OR, 0, site); }
 inline int __syncthreads_or(int x, EMU_SITE) { return emu::cta_barrier(0, 0, true, emu::Vote::OR, x, site); }
 inline int __syncthreads_and(int x, EMU_SITE) { return emu::cta_barrier(0, 0, true, emu::Vote::AND, x, site); }
@@ -127,7 +127,7 @@ EMU_SHUFFLE(__shfl_down_sync, DOWN, unsigned)
 EMU_SHUFFLE(__shfl_xor_sync, XOR, int)
 #undef EMU_SHUFFLE
 
-// ---- atomics and fences ----------------------------------------------------------------------------------------------
+// ---- atomics and fences ---------------------------------------------------------------------------------------------
 // Threads change places only at calls of the runtime, so the plain operation is atomic.
 template <class T> T emu_atomic(T* p, emu::Site site, T (*change)(T, T), T operand) {
   emu::atomic_point(p, sizeof(T), true, false, site);
@@ -160,7 +160,7 @@ inline void __trap(EMU_SITE) { emu::trap("__trap", site); }
 extern "C" int printf(const char*, ...);
 #define assert(condition) ((condition) ? void() : emu::trap("assert(" #condition ")", emu::Site::current()))
 
-// ---- the entry -------------------------------------------------------------------------------------------------------
+// ---- the entry ------------------------------------------------------------------------------------------------------
 // Calls a kernel with arguments that lie one after the other in `params`, each at a multiple of its alignment.
 template <class... Arguments> struct EmuCall {
   EmuCall(void (*kernel)(Arguments...), Arguments... arguments) { kernel(arguments...); }

@@ -14,6 +14,10 @@ inline float ex2(float x) { return emu_flush(exp2f(emu_flush(x))); }
 inline float lg2(float x) { return emu_flush(log2f(emu_flush(x))); }
 
 inline unsigned opaque(unsigned x) { return x; }
+inline unsigned redux_or(unsigned x) {
+  for (int distance = 16; distance; distance /= 2) x |= __shfl_xor_sync(~0u, x, distance);
+  return x;
+}
 
 inline unsigned smem_u32(const void* p, EMU_SITE) { return emu::shared_address(p, site); }
 

@@ -8,7 +8,7 @@ static_assert(sizeof(emu::TensorMap) <= sizeof(TensorMap));
 
 inline u32 smem_address(const void* pointer, EMU_SITE) { return emu::shared_address(pointer, site); }
 
-// ---- mbarriers -------------------------------------------------------------------------------------------------------
+// ---- mbarriers ------------------------------------------------------------------------------------------------------
 inline void mbarrier_init(u64* barrier, u32 arrivals, EMU_SITE) {
   emu::mbarrier_init(smem_address(barrier, site), arrivals, site);
 }
@@ -24,7 +24,7 @@ inline void mbarrier_wait(u64* barrier, u32 parity, EMU_SITE) {
   emu::mbarrier_wait(smem_address(barrier, site), parity, site);
 }
 
-// ---- asynchronous copies (TMA) ---------------------------------------------------------------------------------------
+// ---- asynchronous copies (TMA) --------------------------------------------------------------------------------------
 inline void fence_proxy_async_shared(EMU_SITE) { emu::fence_proxy_async(site); }
 inline u64 l2_evict_first() { return 0; }
 inline u64 l2_evict_last() { return 0; }
@@ -33,10 +33,11 @@ inline void tma_load_4d(void* smem, const TensorMap* map, u64* barrier, int x0, 
   const int coordinates[] = {x0, x1, x2, x3};
   emu::tensor_load(smem_address(smem, site), map, smem_address(barrier, site), coordinates, site);
 }
-inline void tma_load_4d(void* smem, const TensorMap* map, u64* barrier, int x0, int x1, int x2, int x3, u64 policy, EMU_SITE) {
+inline void tma_load_4d(void* smem, const TensorMap* map, u64* barrier, int x0, int x1, int x2, int x3, u64 policy,
+                        EMU_SITE) {
   tma_load_4d(smem, map, barrier, x0, x1, x2, x3, site);
 }
-inline void tma_prefetch_4d(const TensorMap*, int, int, int, int) {}
+inline void tma_prefetch_4d(const TensorMap* map, int x0, int x1, int x2, int x3) {}
 inline void tma_store_4d(const TensorMap* map, const void* smem, int x0, int x1, int x2, int x3, EMU_SITE) {
   const int coordinates[] = {x0, x1, x2, x3};
   emu::tensor_store(map, smem_address(smem, site), coordinates, site);
@@ -56,7 +57,7 @@ inline void red_add_v4(float* gmem, float x0, float x1, float x2, float x3, EMU_
   emu::add_global(gmem, x, 4, site);
 }
 
-// ---- registers and fragments -----------------------------------------------------------------------------------------
+// ---- registers and fragments ----------------------------------------------------------------------------------------
 template <int REGISTERS> inline void setmaxnreg_dec(EMU_SITE) { emu::set_max_registers(REGISTERS, false, site); }
 template <int REGISTERS> inline void setmaxnreg_inc(EMU_SITE) { emu::set_max_registers(REGISTERS, true, site); }
 inline void stmatrix_x4(void* row, u32 x0, u32 x1, u32 x2, u32 x3, EMU_SITE) {
@@ -68,7 +69,7 @@ inline void stmatrix_x4_trans(void* row, u32 x0, u32 x1, u32 x2, u32 x3, EMU_SIT
   emu::store_matrices(smem_address(row, site), x, 4, true, site);
 }
 
-// ---- wgmma -----------------------------------------------------------------------------------------------------------
+// ---- wgmma ----------------------------------------------------------------------------------------------------------
 inline void wgmma_fence(EMU_SITE) { emu::wgmma_fence(site); }
 inline void wgmma_commit(EMU_SITE) { emu::wgmma_commit(site); }
 template <int PENDING> inline void wgmma_wait(EMU_SITE) { emu::wgmma_wait(PENDING, site); }

@@ -1,5 +1,5 @@
-// y[i] = sum over tiles of x[tile][-i]: tiles of one 16-byte chunk a thread come by cp.async through two buffers, and each
-// thread reads what another one copied. Each macro plants one bug.
+// y[i] = sum over tiles of x[tile][-i]: tiles of one 16-byte chunk a thread come by cp.async through two buffers, and
+// each thread reads what another one copied. Each macro plants one bug.
 #include "dtypes.cuh"
 
 constexpr int THREADS = 128, TILES = 6, STAGES = 2, FLOATS = 4;

@@ -1,5 +1,5 @@
-// c = a b on Hopper's units: a (64, K), b (K, 64), c (64, 64). A producer warp brings slices of 64 along K by TMA through a
-// ring of two stages; a warpgroup multiplies with wgmma and stores c by TMA. Each macro plants one bug.
+// c = a b on Hopper's units: a (64, K), b (K, 64), c (64, 64). A producer warp brings slices of 64 along K by TMA
+// through a ring of two stages; a warpgroup multiplies with wgmma and stores c by TMA. Each macro plants one bug.
 #include "ptx_sm90.cuh"
 
 constexpr int SIZE = 64, STAGES = 2, WARPGROUP = 128, TILE_BYTES = SIZE * SIZE * 2;
@@ -36,10 +36,11 @@ __device__ __forceinline__ void produce(const Params& p, Smem& smem) {
 
 // Fragments of a slice of a, as an operand in registers.
 __device__ __forceinline__ void read_a(u32 (&a)[4][4], const cfg::Element* tile, int thread) {
-  const int row = thread / 32 * 16 + thread % 32 / 4;
+  const char* bytes = reinterpret_cast<const char*>(tile);
   for (int i = 0; i < 16; i++) {
-    const int r = row + i % 2 * 8, byte = (i / 4 * 16 + thread % 4 * 2 + i % 4 / 2 * 8) * 2;
-    a[i / 4][i % 4] = *reinterpret_cast<const u32*>(reinterpret_cast<const char*>(tile) + r * 128 + (byte ^ (r % 8 * 16)));
+    const int row = thread / 32 * 16 + thread % 32 / 4 + i % 2 * 8;
+    const int column = i / 4 * 16 + thread % 4 * 2 + i % 4 / 2 * 8;
+    a[i / 4][i % 4] = *reinterpret_cast<const u32*>(bytes + row * 128 + (column * 2 ^ (row % 8 * 16)));
   }
 }
 

@@ -1,5 +1,5 @@
-// cp.async: a copy may land at any time from its issue to the wait of the thread that issued it. Until then its destination
-// is poison.
+// cp.async: a copy may land at any time from its issue to the wait of the thread that issued it. Until then its
+// destination is poison.
 #include <cstring>
 
 #include "machine.h"
@@ -55,7 +55,7 @@ void finish_copies(Thread& thread) {
   for (auto& group : thread.copies) finish(thread, group);
 }
 
-// ---- global memory between threads -----------------------------------------------------------------------------------
+// ---- global memory between threads ----------------------------------------------------------------------------------
 
 void atomic_point(const void* gmem, unsigned bytes, bool write, bool polling, Site site) {
   if (bytes) check_plain(static_cast<const char*>(gmem), bytes, write ? Access::WRITE : Access::READ, site);
@@ -69,7 +69,7 @@ void pause(Site) {
 }
 
 void trap(const char* what, Site site) {
-  fail("trap", "%s reaches %s, %s", machine.current->name().c_str(), what, Where(site).text().c_str());
+  blame("trap", site, "reaches %s", what);
 }
 
 }  // namespace emu

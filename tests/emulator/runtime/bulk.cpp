@@ -11,7 +11,7 @@
 namespace emu {
 namespace {
 
-constexpr unsigned SMEM_ALIGNMENT = 128, BULK_ALIGNMENT = 16;
+constexpr unsigned SMEM_ALIGNMENT = 128, BULK_ALIGNMENT = 16, MAP_ALIGNMENT = 64;
 
 struct BulkLoad {
   unsigned smem, bytes, barrier;
@@ -24,20 +24,16 @@ struct BulkLoad {
 };
 std::vector<BulkLoad> loads;  // in flight
 
-// ---- boxes -----------------------------------------------------------------------------------------------------------
+// ---- boxes ----------------------------------------------------------------------------------------------------------
 
 const TensorMap& checked_map(const void* pointer, unsigned smem, Where where) {
   const auto& map = *static_cast<const TensorMap*>(pointer);
-  const Thread& self = *machine.current;
-  if (reinterpret_cast<uintptr_t>(pointer) % 64) {
-    fail("misaligned", "%s uses a tensor map that is not aligned to 64 bytes, %s", self.name().c_str(), where.text().c_str());
+  if (reinterpret_cast<uintptr_t>(pointer) % MAP_ALIGNMENT) {
+    blame("misaligned", where, "uses a tensor map that is not aligned to %u bytes", MAP_ALIGNMENT);
   }
-  if (map.magic != TensorMap::MAGIC) {
-    fail("misuse", "%s uses a tensor map that the host has not filled, %s", self.name().c_str(), where.text().c_str());
-  }
+  if (map.magic != TensorMap::MAGIC) blame("misuse", where, "uses a tensor map that the host has not filled");
   if (smem % SMEM_ALIGNMENT) {
-    fail("misaligned", "%s gives TMA shared memory that is not aligned to %u bytes, %s", self.name().c_str(),
-         SMEM_ALIGNMENT, where.text().c_str());
+    blame("misaligned", where, "gives TMA shared memory that is not aligned to %u bytes", SMEM_ALIGNMENT);
   }
   return map;
 }
@@ -69,11 +65,10 @@ template <class Visit> void for_each_element(const TensorMap& map, const int* co
 
 void check_multiple(unsigned bytes, Where where) {
   if (bytes % BULK_ALIGNMENT == 0) return;
-  fail("misaligned", "%s makes a bulk copy of %u bytes, not a multiple of %u, %s", machine.current->name().c_str(), bytes,
-       BULK_ALIGNMENT, where.text().c_str());
+  blame("misaligned", where, "makes a bulk copy of %u bytes, not a multiple of %u", bytes, BULK_ALIGNMENT);
 }
 
-// ---- loads -----------------------------------------------------------------------------------------------------------
+// ---- loads ----------------------------------------------------------------------------------------------------------
 
 void land(BulkLoad load) {
   // Shared memory is addressed through the current thread's CTA.
@@ -95,8 +90,7 @@ void start(BulkLoad load) {
   Thread& self = *machine.current;
   Mbarrier& barrier = mbarrier_at(load.barrier, "gives TMA", load.where);
   if (!barrier.fenced) {
-    fail("missing proxy fence", "%s gives TMA an mbarrier that has seen no mbarrier_init_fence since its initialisation, %s",
-         self.name().c_str(), load.where.text().c_str());
+    blame("missing proxy fence", load.where, "gives TMA an mbarrier that was initialised without mbarrier_init_fence");
   }
   char* target = shared_pointer(load.smem, load.bytes, BULK_ALIGNMENT, Access::WRITE, load.where);
   race::agent_writes(self, race::mbarrier_agent(barrier), barrier.step(), shared_offset(load.smem),
@@ -109,7 +103,7 @@ void start(BulkLoad load) {
   pause({});
 }
 
-// ---- stores ----------------------------------------------------------------------------------------------------------
+// ---- stores ---------------------------------------------------------------------------------------------------------
 
 // Takes what shared memory holds now.
 void read(BulkStore& store) {
@@ -186,12 +180,12 @@ void forget_bulk_loads() { loads.clear(); }
 void check_bulk_loads(const Cta& cta) {
   for (const BulkLoad& load : loads) {
     if (load.cta != &cta) continue;
-    fail("misuse", "block %u ends while a TMA load of thread %u into its shared memory is in flight, issued %s", cta.index,
-         load.thread, load.where.text().c_str());
+    fail("misuse", "block %u ends while a TMA load into its shared memory is in flight, issued by thread %u %s",
+         cta.index, load.thread, load.where.text().c_str());
   }
 }
 
-// ---- stores ----------------------------------------------------------------------------------------------------------
+// ---- stores ---------------------------------------------------------------------------------------------------------
 
 void tensor_store(const void* map, unsigned smem, const int* coordinates, Site site) {
   BulkStore store = {smem, 0, checked_map(map, smem, site), nullptr, {}, {}, false, false, false, site};
@@ -227,8 +221,7 @@ void finish_stores(Thread& thread) {
   for (auto& group : thread.stores) {
     for (BulkStore& store : group) {
       if (!store.awaited) {
-        fail("misuse", "%s ends without waiting until its bulk store has read shared memory, issued %s",
-             thread.name().c_str(), store.where.text().c_str());
+        blame("misuse", store.where, "ends without having waited until its bulk store has read shared memory, issued");
       }
       write(store);
     }

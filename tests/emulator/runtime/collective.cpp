@@ -6,9 +6,13 @@
 namespace emu {
 namespace {
 
-[[noreturn]] void diverged(const Thread& thread, const Collective& other, const char* name, Where where) {
-  fail("divergence", "%s comes to %s %s while lanes %s of its warp wait at %s %s", thread.name().c_str(), name,
-       where.text().c_str(), lane_list(other.arrived).c_str(), other.name, other.where.text().c_str());
+[[noreturn]] void diverged(const Collective& other, const char* name, Where where) {
+  blame("divergence", where, "finds lanes %s of its warp at %s %s when it comes to %s",
+        lane_list(other.arrived).c_str(), other.name, other.where.text().c_str(), name);
+}
+
+void pass_meeting(Warp& warp) {
+  for (Thread* thread : warp.threads) thread->meetings++;
 }
 
 void drop(Warp& warp, Collective* done) {
@@ -23,19 +27,18 @@ void collective(const char* name, uint64_t variant, unsigned mask, void* slot, W
   Warp& warp = *self.warp;
   const unsigned bit = 1u << self.lane;
   if (!(mask & bit)) {
-    fail("divergence", "%s comes to %s %s with mask %#x, which lacks its own lane", self.name().c_str(), name,
-         where.text().c_str(), mask);
+    blame("divergence", where, "gives %s the mask %#x, which lacks its own lane", name, mask);
   }
   if (mask & ~warp.alive) {
-    fail("divergence", "%s comes to %s %s with lanes %s, of which %s have ended", self.name().c_str(), name,
-         where.text().c_str(), lane_list(mask).c_str(), lane_list(mask & ~warp.alive).c_str());
+    blame("divergence", where, "comes to %s for lanes %s, of which %s have ended", name, lane_list(mask).c_str(),
+          lane_list(mask & ~warp.alive).c_str());
   }
-  if (warp.barrier) diverged(self, *warp.barrier, name, where);
+  if (warp.barrier) diverged(*warp.barrier, name, where);
   Collective* meeting = nullptr;
   for (auto& other : warp.collectives) {
     if (!(other->mask & mask)) continue;
     const bool same = other->mask == mask && other->name == name && other->variant == variant && other->where == where;
-    if (!same) diverged(self, *other, name, where);
+    if (!same) diverged(*other, name, where);
     meeting = other.get();
   }
   if (!meeting) {
@@ -46,6 +49,7 @@ void collective(const char* name, uint64_t variant, unsigned mask, void* slot, W
   meeting->arrived |= bit;
   if (meeting->arrived != mask) return block({Wait::COLLECTIVE, meeting, 0, where});
   act(warp, *meeting);
+  if (mask == warp.alive) pass_meeting(warp);
   drop(warp, meeting);
   for (unsigned lane = 0; lane < WARP_SIZE; lane++) {
     if (mask >> lane & 1 && lane != self.lane) wake(warp.threads[lane]);
@@ -53,7 +57,7 @@ void collective(const char* name, uint64_t variant, unsigned mask, void* slot, W
   yield();
 }
 
-// ---- warp-wide -------------------------------------------------------------------------------------------------------
+// ---- warp-wide ------------------------------------------------------------------------------------------------------
 
 void warp_barrier(unsigned mask, Site site) {
   collective("__syncwarp", 0, mask, nullptr, site, [](Warp& warp, Collective& meeting) {
@@ -90,8 +94,7 @@ unsigned long long shuffle(Shuffle how, unsigned mask, unsigned long long bits, 
   if (how == Shuffle::DOWN) source = lane + operand >= first + width ? lane : lane + operand;
   if (how == Shuffle::XOR) source = (lane ^ operand) >= first + width ? lane : lane ^ operand;
   if (!(mask >> source & 1)) {
-    fail("divergence", "%s shuffles from lane %d, which is not in the mask %#x, %s", machine.current->name().c_str(), source,
-         mask, Where(site).text().c_str());
+    blame("divergence", site, "shuffles from lane %d, which is not in the mask %#x", source, mask);
   }
   slot.source = source;
   collective("a shuffle", unsigned(how), mask, &slot, site, [](Warp&, Collective& meeting) {
@@ -104,7 +107,7 @@ unsigned long long shuffle(Shuffle how, unsigned mask, unsigned long long bits, 
   return slot.result;
 }
 
-// ---- CTA-wide --------------------------------------------------------------------------------------------------------
+// ---- CTA-wide -------------------------------------------------------------------------------------------------------
 
 namespace {
 
@@ -133,16 +136,14 @@ void open(NamedBarrier& barrier) {
 void warp_arrives(Warp& warp, const Arrival& arrival, Where where) {
   Cta& cta = *warp.cta;
   NamedBarrier& barrier = cta.barriers[arrival.id];
-  const std::string name = format("warp %u of block %u", warp.index, cta.index);
   const unsigned expected = expected_threads(cta, arrival.threads);
   if (barrier.arrived == 0) barrier.expected = expected, barrier.everybody = arrival.threads == 0;
   if (barrier.expected != expected) {
-    fail("barrier misuse", "%s comes to barrier %d for %u threads, but others came to it for %u, %s", name.c_str(),
-         arrival.id, expected, barrier.expected, where.text().c_str());
+    blame("barrier misuse", where, "and its warp come to barrier %d for %u threads, but others came to it for %u",
+          arrival.id, expected, barrier.expected);
   }
   if (std::find(barrier.warps.begin(), barrier.warps.end(), warp.index) != barrier.warps.end()) {
-    fail("barrier misuse", "%s arrives at barrier %d a second time before it has opened, %s", name.c_str(), arrival.id,
-         where.text().c_str());
+    blame("barrier misuse", where, "and its warp arrive at barrier %d again before it has opened", arrival.id);
   }
   barrier.warps.push_back(warp.index);
   barrier.arrived += WARP_SIZE;
@@ -156,8 +157,8 @@ void warp_arrives(Warp& warp, const Arrival& arrival, Where where) {
     if (arrival.wait) barrier.waiting.push_back(&thread);
   }
   if (barrier.arrived > barrier.expected) {
-    fail("barrier misuse", "%s is one too many for barrier %d of %u threads, %s", name.c_str(), arrival.id,
-         barrier.expected, where.text().c_str());
+    blame("barrier misuse", where, "and its warp are too many for barrier %d of %u threads", arrival.id,
+          barrier.expected);
   }
   if (barrier.arrived == barrier.expected) open(barrier);
 }
@@ -165,6 +166,7 @@ void warp_arrives(Warp& warp, const Arrival& arrival, Where where) {
 void gathered(Warp& warp) {
   const std::unique_ptr<Collective> gathering = std::move(warp.barrier);
   const Arrival arrival = *static_cast<Arrival*>(gathering->slots[__builtin_ctz(gathering->arrived)]);
+  pass_meeting(warp);
   if (!arrival.wait) {
     for (unsigned lane = 0; lane < WARP_SIZE; lane++) {
       if (gathering->arrived >> lane & 1 && warp.threads[lane]->state == Thread::WAITING) wake(warp.threads[lane]);
@@ -181,17 +183,17 @@ int cta_barrier(int id, int threads, bool wait, Vote vote, int predicate, Site s
   Cta& cta = *self.cta;
   const char* name = threads == 0 ? "__syncthreads" : wait ? "bar.sync" : "bar.arrive";
   if (id < 0 || id >= int(NAMED_BARRIERS) || threads < 0 || threads % WARP_SIZE || threads > int(cta.threads.size())) {
-    fail("barrier misuse", "%s comes to barrier %d for %d threads: ids go to %u, threads are whole warps of the CTA, %s",
-         self.name().c_str(), id, threads, NAMED_BARRIERS - 1, Where(site).text().c_str());
+    blame("barrier misuse", site, "comes to barrier %d for %d threads: ids go to %u, threads come in whole warps", id,
+          threads, NAMED_BARRIERS - 1);
   }
-  for (auto& other : warp.collectives) diverged(self, *other, name, site);
+  for (auto& other : warp.collectives) diverged(*other, name, site);
   Arrival arrival = {id, unsigned(threads), wait};
   const uint64_t variant = uint64_t(threads) << 32 | unsigned(id) << 1 | wait;
   if (!warp.barrier) {
     warp.barrier = std::make_unique<Collective>(Collective{name, variant, 0, 0, site, {}});
   }
   Collective& gathering = *warp.barrier;
-  if (gathering.variant != variant || !(gathering.where == Where(site))) diverged(self, gathering, name, site);
+  if (gathering.variant != variant || !(gathering.where == Where(site))) diverged(gathering, name, site);
   gathering.arrived |= 1u << self.lane;
   gathering.slots[self.lane] = &arrival;
   warp.predicates[self.lane] = predicate;
@@ -217,8 +219,8 @@ void leave(Thread& thread) {
   cta.alive--;
   for (auto& meeting : warp.collectives) {
     if (!(meeting->mask >> thread.lane & 1)) continue;
-    fail("divergence", "%s ends while lanes %s of its warp wait for it at %s %s", thread.name().c_str(),
-         lane_list(meeting->arrived).c_str(), meeting->name, meeting->where.text().c_str());
+    blame("divergence", meeting->where, "ends while lanes %s of its warp wait for it at %s",
+          lane_list(meeting->arrived).c_str(), meeting->name);
   }
   if (warp.barrier && warp.alive && warp.barrier->arrived == warp.alive) gathered(warp);
   if (warp.alive) return;

@@ -1,5 +1,6 @@
 // Faults of a kernel's thread become errors of the run: accesses outside every buffer, and endless loops.
 #include <csignal>
+#include <pthread.h>
 #include <sys/time.h>
 #include <ucontext.h>
 
@@ -14,33 +15,36 @@ namespace {
 struct sigaction before_segv, before_bus, before_timer;
 stack_t stack_before;
 char signal_stack[64 << 10];
+pthread_t runner;  // the host's thread that runs the grid
 
 void on_fault(int signal, siginfo_t* info, void* context) {
-  char* address = static_cast<char*>(info->si_addr);
-  if (!machine.current) {  // not a kernel's: as if the emulator were not there
+  if (!machine.current || !pthread_equal(pthread_self(), runner)) {  // as if the emulator were not there
     sigaction(signal, signal == SIGSEGV ? &before_segv : &before_bus, nullptr);
     return;
   }
-  Access access = Access::READ;
+  const char* verb = "reads";
   Where where;
 #if defined(__x86_64__)
   const auto& registers = static_cast<ucontext_t*>(context)->uc_mcontext.gregs;
-  if (registers[REG_ERR] & 2) access = Access::WRITE;
+  if (registers[REG_ERR] & 2) verb = "writes";
   where = Where::address(reinterpret_cast<void*>(registers[REG_RIP] + 1));
+#else
+  (void)context;
 #endif
-  const Thread& thread = *machine.current;
-  const std::string name = thread.name(), at = where.text();
-  const char* verb = access == Access::READ ? "reads" : "writes";
-  if (in_arena(address)) {
-    fail(is_constant(address) ? "write to constant" : "out of bounds", "%s %s %s, %s", name.c_str(), verb,
-         describe(address).c_str(), at.c_str());
-  }
-  const long below = static_cast<char*>(thread.stack) - address;
-  if (below > 0 && below < (64 << 10)) fail("emulator", "%s overflows its stack, %s", name.c_str(), at.c_str());
-  fail("out of bounds", "%s %s address %p, which is no emulated memory, %s", name.c_str(), verb, address, at.c_str());
+  constexpr long BELOW_STACK = 64 << 10;
+  char* address = static_cast<char*>(info->si_addr);
+  const long below = static_cast<char*>(machine.current->stack) - address;
+  if (below > 0 && below < BELOW_STACK) blame("emulator", where, "overflows its stack");
+  if (!in_arena(address)) blame("out of bounds", where, "%s address %p, which is no emulated memory,", verb, address);
+  const char* kind = is_constant(address) ? "write to constant" : "out of bounds";
+  blame(kind, where, "%s %s", verb, describe(address).c_str());
 }
 
 void on_timer(int) {
+  if (!pthread_equal(pthread_self(), runner)) {
+    pthread_kill(runner, SIGVTALRM);
+    return;
+  }
   without_switch = without_switch + 1;
   if (without_switch > 1 && machine.current) {
     fail("endless loop", "%s has run for seconds without waiting", machine.current->name().c_str());
@@ -50,9 +54,10 @@ void on_timer(int) {
 }  // namespace
 
 void watch_faults(bool on) {
-  constexpr int SECONDS = 5;  // of CPU time, once or twice of which a thread may run without waiting
+  constexpr int SECONDS = 5;  // of CPU time, twice of which no thread may run without waiting
   itimerval timer = {};
   if (on) {
+    runner = pthread_self();
     stack_t stack = {};
     stack.ss_sp = signal_stack;
     stack.ss_size = sizeof signal_stack;

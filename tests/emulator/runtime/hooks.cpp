@@ -1,6 +1,6 @@
-// What the compiler calls of its own accord. Kernels are compiled with -fsanitize=thread,alignment,bounds but linked with
-// these functions in place of the sanitizers' libraries: every plain memory access, and every misaligned pointer or index
-// past an array, arrives here.
+// What the compiler calls of its own accord. Kernels are compiled with -fsanitize=thread,alignment,bounds but linked
+// with these functions in place of the sanitizers' libraries: every plain memory access, every misaligned pointer and
+// every index past an array arrives here.
 #include "machine.h"
 
 namespace emu {

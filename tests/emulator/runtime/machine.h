@@ -28,7 +28,7 @@ class Where {
   uintptr_t bits = 0;
 };
 
-// ---- chance ----------------------------------------------------------------------------------------------------------
+// ---- chance ---------------------------------------------------------------------------------------------------------
 class Random {
  public:
   explicit Random(uint64_t seed = 0) : state(seed * 0x9e3779b97f4a7c15ull + 0x853c49e6748fea9bull) { next(); next(); }
@@ -57,12 +57,12 @@ struct Policy {
   static Policy of(uint64_t seed, Random& random);
 };
 
-// ---- happens-before (race.cpp) ---------------------------------------------------------------------------------------
+// ---- happens-before (race.cpp) --------------------------------------------------------------------------------------
 // A component for every thread and every asynchronous agent of a CTA: the latest of its steps known to have happened.
 using Clock = std::vector<uint32_t>;
 constexpr uint32_t UNFINISHED = ~0u;  // the step of an access that nobody may depend on yet
 
-// ---- threads ---------------------------------------------------------------------------------------------------------
+// ---- threads --------------------------------------------------------------------------------------------------------
 struct Cta;
 struct Warp;
 
@@ -92,6 +92,7 @@ struct Thread {
   unsigned index = 0, lane = 0;
   enum { READY, WAITING, DONE } state = DONE;
   Wait wait;
+  uint32_t meetings = 0; // instructions of its whole warp that it has passed
   bool polled = false;  // has only polled since it last waited for anything else
   void* stack = nullptr;
 
@@ -159,7 +160,7 @@ struct Cta {
   ~Cta();
 };
 
-// ---- services --------------------------------------------------------------------------------------------------------
+// ---- services -------------------------------------------------------------------------------------------------------
 struct Launch {
   void (*entry)(const void*) = nullptr;
   const void* params = nullptr;
@@ -177,9 +178,10 @@ struct Machine {
 };
 extern Machine machine;
 
-// Ends the run with an error of a kind. Must not be called with locks or unsaved state: nothing on the fibers' stacks is
-// unwound.
+// Both end the run with an error of a kind. Nothing on the fibers' stacks is unwound.
 [[noreturn]] void fail(const char* kind, const char* format, ...) __attribute__((format(printf, 2, 3)));
+// "<the running thread> <text>, <place>"
+[[noreturn]] void blame(const char* kind, Where where, const char* format, ...) __attribute__((format(printf, 3, 4)));
 std::string format(const char* format, ...) __attribute__((format(printf, 1, 2)));
 std::string lane_list(unsigned mask);
 
@@ -216,7 +218,8 @@ extern volatile int without_switch;
 void leave(Thread& thread);              // a thread ends: whoever waited for it hears of it
 std::string describe_wait(const Wait& wait);
 // Once every lane of the mask has come to the instruction, `act` sees their slots.
-void collective(const char* name, uint64_t variant, unsigned mask, void* slot, Where where, void (*act)(Warp&, Collective&));
+void collective(const char* name, uint64_t variant, unsigned mask, void* slot, Where where,
+                void (*act)(Warp&, Collective&));
 
 // async.cpp
 void finish_copies(Thread& thread);
@@ -235,8 +238,8 @@ void finish_stores(Thread& thread);
 void check_warpgroups(const Cta& cta);   // their warps must have done the same
 void finish_products(Thread& thread);
 
-// race.cpp. An access is ordered after another if a chain of barriers leads from it to the accessing thread. Accesses by
-// the asynchronous proxy (TMA and wgmma) belong to agents, which are members of the clocks as threads are.
+// race.cpp. An access is ordered after another if a chain of barriers leads from it to the accessing thread. Accesses
+// by the asynchronous proxy (TMA and wgmma) belong to agents, which are members of the clocks as threads are.
 namespace race {
 void begin_run(unsigned threads_per_cta, unsigned shared_bytes, unsigned slots);
 void begin_cta(Cta& cta);

@@ -30,18 +30,16 @@ Mbarrier& mbarrier_at(unsigned address, const char* does, Where where) {
   Thread& self = *machine.current;
   const auto found = self.cta->mbarriers.find(address);
   if (found == self.cta->mbarriers.end()) {
-    fail("barrier misuse", "%s %s an mbarrier that was never initialised, %s", self.name().c_str(), does,
-         where.text().c_str());
+    blame("barrier misuse", where, "%s an mbarrier that was never initialised", does);
   }
   Mbarrier& barrier = found->second;
   const char* memory = shared_pointer(address, MBARRIER_BYTES, MBARRIER_BYTES, Access::READ, where);
   if (memcmp(memory, &barrier.pattern, MBARRIER_BYTES)) {
-    fail("barrier misuse", "%s %s an mbarrier whose memory was overwritten, %s", self.name().c_str(), does,
-         where.text().c_str());
+    blame("barrier misuse", where, "%s an mbarrier whose memory was overwritten", does);
   }
   if (!race::knows(self, barrier.initialiser, barrier.initialised)) {
-    fail("race", "%s %s an mbarrier, %s, but no barrier orders that after its initialisation by thread %u",
-         self.name().c_str(), does, where.text().c_str(), barrier.initialiser);
+    blame("race", where, "%s an mbarrier, but no barrier orders that after its initialisation by thread %u", does,
+          barrier.initialiser);
   }
   return barrier;
 }
@@ -57,8 +55,7 @@ void mbarrier_init(unsigned address, unsigned arrivals, Site site) {
   char* memory = access_shared(address, MBARRIER_BYTES, MBARRIER_BYTES, Access::WRITE, site);
   auto& barriers = self.cta->mbarriers;
   if (arrivals == 0 || barriers.count(address)) {
-    fail("barrier misuse", "%s initialises an mbarrier %s, %s", self.name().c_str(),
-         arrivals ? "a second time" : "for 0 arrivals", Where(site).text().c_str());
+    blame("barrier misuse", site, "initialises an mbarrier %s", arrivals ? "a second time" : "for 0 arrivals");
   }
   Mbarrier barrier = {};
   barrier.expected = barrier.pending = arrivals;
@@ -82,8 +79,7 @@ void mbarrier_arrive(unsigned address, unsigned bytes, Site site) {
   race::release(self, barrier.arriving);
   barrier.bytes += bytes;
   if (barrier.pending == 0) {  // all arrivals are in, bytes are not
-    fail("barrier misuse", "%s arrives at an mbarrier that expects no more than %u arrivals a phase, %s",
-         self.name().c_str(), barrier.expected, Where(site).text().c_str());
+    blame("barrier misuse", site, "arrives at an mbarrier that has all of its %u arrivals", barrier.expected);
   }
   barrier.pending--;
   check_balance(barrier, site);

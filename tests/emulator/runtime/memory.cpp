@@ -1,5 +1,5 @@
-// Global and shared memory. All of it lies in one reserved stretch of addresses, each buffer between pages that fault, and
-// whatever belongs to no buffer is filled with poison: reads there give NaN, and writes there are noticed afterwards.
+// Global and shared memory. All of it lies in one reserved stretch of addresses, each buffer between pages that fault,
+// and whatever belongs to no buffer is filled with poison: reads there give NaN, writes there are noticed afterwards.
 // Instructions and, through the compiler's hooks (hooks.cpp), plain accesses are checked exactly.
 #include <cstring>
 #include <dlfcn.h>
@@ -80,16 +80,15 @@ std::string place_in(const Buffer* buffer, const char* pointer) {
   return format("at byte %lld of %s (%lld bytes)", offset, name, size);
 }
 
+const char* verb(Access access) { return access == Access::READ ? "reads" : "writes"; }
+
 [[noreturn]] void out_of_bounds(const char* pointer, unsigned bytes, Access access, Where where) {
-  const char* verb = access == Access::READ ? "reads" : "writes";
-  fail("out of bounds", "%s %s %u bytes %s, %s", machine.current->name().c_str(), verb, bytes,
-       place_in(nearest(pointer), pointer).c_str(), where.text().c_str());
+  blame("out of bounds", where, "%s %u bytes %s", verb(access), bytes, place_in(nearest(pointer), pointer).c_str());
 }
 
 [[noreturn]] void misaligned(const char* pointer, unsigned bytes, unsigned alignment, Access access, Where where) {
-  fail("misaligned", "%s %s %u bytes %s, which is not a multiple of %u, %s", machine.current->name().c_str(),
-       access == Access::READ ? "reads" : "writes", bytes, place_in(nearest(pointer), pointer).c_str(), alignment,
-       where.text().c_str());
+  blame("misaligned", where, "%s %u bytes %s, whose address is not a multiple of %u", verb(access), bytes,
+        place_in(nearest(pointer), pointer).c_str(), alignment);
 }
 
 }  // namespace
@@ -109,7 +108,7 @@ std::string describe(const void* pointer) {
   return place_in(nearest(address), address);
 }
 
-// ---- checks ----------------------------------------------------------------------------------------------------------
+// ---- checks ---------------------------------------------------------------------------------------------------------
 
 void check_global(const void* pointer, unsigned bytes, unsigned alignment, Access access, Where where) {
   const char* start = static_cast<const char*>(pointer);
@@ -119,8 +118,7 @@ void check_global(const void* pointer, unsigned bytes, unsigned alignment, Acces
   }
   if (reinterpret_cast<uintptr_t>(start) % alignment) misaligned(start, bytes, alignment, access, where);
   if (access == Access::WRITE && !buffer->writable) {
-    fail("write to constant", "%s writes %s, %s", machine.current->name().c_str(), place_in(buffer, start).c_str(),
-         where.text().c_str());
+    blame("write to constant", where, "writes %u bytes %s", bytes, place_in(buffer, start).c_str());
   }
 }
 
@@ -167,15 +165,15 @@ unsigned shared_address(const void* pointer, Site site) {
     if (address < shared->pages - GUARD_BYTES || address >= shared->pages + shared->page_bytes + GUARD_BYTES) continue;
     return unsigned(address - shared->data) + (shared == &slot.fixed ? STATIC_WINDOW : dynamic_window());
   }
-  fail("misuse", "%s takes the shared address of a pointer that is not to its shared memory, %s",
-       machine.current->name().c_str(), Where(site).text().c_str());
+  blame("misuse", site, "takes the shared address of a pointer that is not to its shared memory");
 }
 
-// ---- shared memory ---------------------------------------------------------------------------------------------------
+// ---- shared memory --------------------------------------------------------------------------------------------------
 
 char* shared_memory(unsigned slot, unsigned bytes) {
   while (slots.size() <= slot) {
-    slots.push_back({reserve("dynamic shared memory", bytes, DYNAMIC_ALIGNMENT, misalignment(), machine.policy.align_right),
+    const bool right = machine.policy.align_right;
+    slots.push_back({reserve("dynamic shared memory", bytes, DYNAMIC_ALIGNMENT, misalignment(), right),
                      reserve("static shared memory", STATIC_SHARED, 16, 0, true)});
   }
   for (const Buffer* shared : {&slots[slot].dynamic, &slots[slot].fixed}) {
@@ -212,7 +210,7 @@ void check_canaries() {
   for (const SharedSlot& slot : slots) check(slot.dynamic);
 }
 
-// ---- plain instructions ----------------------------------------------------------------------------------------------
+// ---- plain instructions ---------------------------------------------------------------------------------------------
 
 void load_shared(void* registers, unsigned smem, unsigned bytes, Site site) {
   memcpy(registers, access_shared(smem, bytes, bytes, Access::READ, site), bytes);
@@ -235,7 +233,7 @@ void add_global(float* gmem, const float* registers, unsigned count, Site site) 
   for (unsigned i = 0; i < count; i++) gmem[i] += registers[i];
 }
 
-// ---- places ----------------------------------------------------------------------------------------------------------
+// ---- places ---------------------------------------------------------------------------------------------------------
 
 std::string Thread::name() const {
   return format("thread %u (warp %u lane %u) of block %u", index, warp->index, lane, cta->index);
@@ -262,7 +260,7 @@ std::string Where::text() const {
 
 }  // namespace emu
 
-// ---- what Python calls -----------------------------------------------------------------------------------------------
+// ---- what Python calls ----------------------------------------------------------------------------------------------
 
 extern "C" {
 

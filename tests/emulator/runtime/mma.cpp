@@ -54,7 +54,9 @@ template <Operand TYPE> void multiply(Warp&, Collective& meeting) {
   for (unsigned lane = 0; lane < WARP_SIZE; lane++) {
     const unsigned g = lane / 4, t = lane % 4;
     for (unsigned e = 0; e < 2; e++) {
-      for (unsigned i = 0; i < 4; i++) a[g + i % 2 * 8][2 * t + e + i / 2 * 8] = to_float<TYPE>(half_of(slot(lane).a[i], e));
+      for (unsigned i = 0; i < 4; i++) {
+        a[g + i % 2 * 8][2 * t + e + i / 2 * 8] = to_float<TYPE>(half_of(slot(lane).a[i], e));
+      }
       for (unsigned i = 0; i < 2; i++) b[2 * t + e + 8 * i][g] = to_float<TYPE>(half_of(slot(lane).b[i], e));
       for (unsigned i = 0; i < 2; i++) d[g + 8 * i][2 * t + e] = slot(lane).d[2 * i + e];
     }

@@ -1,4 +1,4 @@
-// A wgmma operand in shared memory, found through its descriptor (PTX manual, "Matrix descriptor format" and "Strides").
+// A wgmma operand in shared memory, found through its descriptor (PTX manual, "Matrix descriptor format", "Strides").
 #pragma once
 #include <cstring>
 
@@ -9,7 +9,8 @@ namespace emu {
 
 constexpr unsigned UNIT_BYTES = 16, UNIT = 8, OPERAND_K = 16;  // what a swizzle moves as a whole; its elements
 
-inline unsigned swizzled(unsigned smem, unsigned width) {  // bits 4... ^= bits 7..., as many as a row of `width` has units
+// Address bits 4... are xored with bits 7..., as many as number the units of a row of `width` bytes.
+inline unsigned swizzled(unsigned smem, unsigned width) {
   return width ? smem ^ (smem >> 7 & (width / UNIT_BYTES - 1)) << 4 : smem;
 }
 
@@ -17,17 +18,17 @@ inline float to_float(Operand type, unsigned short bits) {
   return type == Operand::BF16 ? to_float<Operand::BF16>(bits) : to_float<Operand::F16>(bits);
 }
 
-// Calls visit(shared address, mn, k) for each 16-byte unit of an operand of `extent` rows (of a) or columns (of b) and 16
-// along the summed dimension; (mn, k) is its first element. With `mn_major` a unit runs along mn, else along k.
+// Calls visit(shared address, mn, k) for each 16-byte unit of an operand of `extent` rows (of a) or columns (of b) and
+// 16 along the summed dimension; (mn, k) is its first element. With `mn_major` a unit runs along mn, else along k.
 template <class Visit>
 void for_each_unit(unsigned long long descriptor, bool mn_major, unsigned extent, Where where, Visit visit) {
   static constexpr unsigned WIDTHS[] = {0, 128, 64, 32};
   const unsigned width = WIDTHS[descriptor >> 62], start = unsigned(descriptor & 0x3fff) << 4;
   const unsigned leading = unsigned(descriptor >> 16 & 0x3fff) << 4, stride = unsigned(descriptor >> 32 & 0x3fff) << 4;
-  if (descriptor >> 49 & 7) fail("emulator", "wgmma descriptors with a base offset are not emulated, %s", where.text().c_str());
+  if (descriptor >> 49 & 7) blame("emulator", where, "gives a wgmma descriptor a base offset, which is not emulated");
   const auto check_row = [&](unsigned bytes) {
     if (!width || start % width + bytes <= width) return;
-    fail("wgmma misuse", "a wgmma operand crosses the end of its swizzled rows, %s", where.text().c_str());
+    blame("wgmma misuse", where, "gives wgmma an operand that crosses the end of its swizzled rows");
   };
   if (!mn_major) {
     check_row(OPERAND_K * 2);

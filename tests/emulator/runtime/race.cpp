@@ -1,8 +1,9 @@
 // Unordered accesses to shared memory, found whatever order the threads happened to take: every two bytes remember who
 // wrote and read them last, and clocks that travel along barriers tell whether that is known to have happened before.
 //
-// Lanes of a warp are threads like any others: between them only __syncwarp orders. One thing is let pass: a lane that
-// overwrites what another lane of its warp has read, because instructions of the whole warp in between keep that order.
+// Lanes of a warp are threads like any others: between them only __syncwarp orders. One thing is let pass: a lane may
+// overwrite what another lane of its warp has read if an instruction of the whole warp (mma, ldmatrix, a shuffle) came
+// in between, which no lane passes before the others have come to it.
 #include <algorithm>
 
 #include "machine.h"
@@ -18,12 +19,16 @@ struct Write {
   bool generic = true;  // by a thread rather than the asynchronous proxy
   Where where;
 };
-struct Read { uint32_t step = 0; uint16_t member = 0; };
+struct Read {
+  uint32_t step = 0;
+  uint16_t member = 0;
+  uint32_t meetings = 0;  // of the warp, when a lane read
+};
 
 // The shared memory of a slot.
 struct History {
   std::vector<Write> writes;  // [granule]
-  std::vector<Read> reads;    // [granule][column]: the last read by each warp, by each warpgroup's wgmma, by bulk stores
+  std::vector<Read> reads;    // [granule][column]: the last by each warp, by each warpgroup's wgmma, by bulk stores
   Clock highest;              // the last step of each member of a clock
 };
 std::vector<History> histories;
@@ -46,11 +51,11 @@ std::string byte_name(unsigned granule) {
   return format("byte %u of shared memory", offset - STATIC_SHARED);
 }
 
-[[noreturn]] void report(const Thread& thread, unsigned granule, const char* does, const char* did, unsigned member,
+[[noreturn]] void report(unsigned granule, const char* does, const char* did, unsigned member,
                          Where where, const Where* earlier) {
-  fail("race", "%s %s %s, %s, but no barrier orders that after %s %s it%s%s", thread.name().c_str(), does,
-       byte_name(granule).c_str(), where.text().c_str(), member_name(member).c_str(), did, earlier ? " " : "",
-       earlier ? earlier->text().c_str() : "");
+  const std::string place = earlier ? " " + earlier->text() : "";
+  fail("race", "%s %s %s %s, but no barrier orders that after %s %s it%s", machine.current->name().c_str(), does,
+       byte_name(granule).c_str(), where.text().c_str(), member_name(member).c_str(), did, place.c_str());
 }
 
 struct Granules {
@@ -61,14 +66,15 @@ struct Granules {
 void check_last_write(const Thread& thread, const Write& write, unsigned granule, const char* does, Where where) {
   if (!write.step || knows(thread, write.member, write.step)) return;
   const char* did = write.step == UNFINISHED ? "began to copy (and has not waited for)" : "wrote";
-  report(thread, granule, does, did, write.member, where, &write.where);
+  report(granule, does, did, write.member, where, &write.where);
 }
 
 void check_last_reads(const Thread& thread, const Read* reads, unsigned granule, const char* does, Where where) {
   for (unsigned column = 0; column < columns; column++) {
     const Read& read = reads[column];
-    if (!read.step || column == warp_column(thread) || knows(thread, read.member, read.step)) continue;
-    report(thread, granule, does, read.step == UNFINISHED ? "still reads" : "read", read.member, where, nullptr);
+    if (!read.step || knows(thread, read.member, read.step)) continue;
+    if (column == warp_column(thread) && thread.meetings > read.meetings) continue;
+    report(granule, does, read.step == UNFINISHED ? "still reads" : "read", read.member, where, nullptr);
   }
 }
 
@@ -78,9 +84,9 @@ void check_proxy_fence(const Thread& issuer, const Write& write, unsigned granul
   const auto& fences = issuer.cta->threads[write.member].proxy_fences;
   const auto fence = std::upper_bound(fences.begin(), fences.end(), write.step);
   if (fence != fences.end() && knows(issuer, write.member, *fence)) return;
-  fail("missing proxy fence", "%s %s %s, %s, which %s wrote %s without fence.proxy.async before the barrier between them",
-       issuer.name().c_str(), does, byte_name(granule).c_str(), where.text().c_str(), member_name(write.member).c_str(),
-       write.where.text().c_str());
+  const std::string written = member_name(write.member) + " wrote " + write.where.text();
+  fail("missing proxy fence", "%s %s %s %s, which %s without fence.proxy.async before the barrier between them",
+       issuer.name().c_str(), does, byte_name(granule).c_str(), where.text().c_str(), written.c_str());
 }
 
 void write(Thread& thread, unsigned offset, unsigned bytes, uint32_t step, Where where) {
@@ -147,7 +153,7 @@ void access(Thread& thread, unsigned offset, unsigned bytes, Access access, Wher
   if (access == Access::WRITE) return write(thread, offset, bytes, thread.clock[thread.index], where);
   History& h = history(*thread.cta);
   const Granules granules(offset, bytes);
-  const Read read = {thread.clock[thread.index], uint16_t(thread.index)};
+  const Read read = {thread.clock[thread.index], uint16_t(thread.index), thread.meetings};
   for (unsigned g = granules.first; g <= granules.last; g++) {
     check_last_write(thread, h.writes[g], g, "reads", where);
     h.reads[g * columns + warp_column(thread)] = read;

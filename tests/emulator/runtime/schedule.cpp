@@ -1,6 +1,6 @@
-// Who runs when. Threads change places only inside the runtime's functions. The next thread is the first ready one of the
-// warp with the highest priority; priorities are random and redrawn after a while, so that one seed lets warps run far
-// ahead of one another and another seed keeps them close. Asynchronous work happens when nothing else can (late), at once
+// Who runs when. Threads change places only inside the runtime's functions. The next thread is a ready one of the warp
+// with the highest priority; priorities are random and redrawn after a while, so that one seed lets warps run far ahead
+// of one another and another seed keeps them close. Asynchronous work happens when nothing else can (late), at once
 // (early), or at random.
 #include <cstdarg>
 #include <cstdio>
@@ -110,6 +110,24 @@ void switch_to(Fiber& from, Thread* to) {
   if (&from != &fiber) fiber_switch(from, fiber);
 }
 
+std::string formatted(const char* format, va_list arguments) {
+  va_list again;
+  va_copy(again, arguments);
+  std::vector<char> text(vsnprintf(nullptr, 0, format, arguments) + 1);
+  vsnprintf(text.data(), text.size(), format, again);
+  return text.data();
+}
+
+[[noreturn]] void end_run(const char* kind, const std::string& text) {
+  error_kind = kind;
+  error_text = text;
+  failed = true;
+  if (on_main) throw Failed();
+  Fiber abandoned;
+  switch_to(abandoned, nullptr);
+  __builtin_unreachable();
+}
+
 void start_cta(unsigned slot) {
   auto& cta = machine.ctas[slot];
   cta = std::make_unique<Cta>();
@@ -182,7 +200,7 @@ void run_grid() {
 
 }  // namespace
 
-// ---- what the other files use ----------------------------------------------------------------------------------------
+// ---- what the other files use ---------------------------------------------------------------------------------------
 
 Policy Policy::of(uint64_t seed, Random& random) {
   static constexpr Timing TIMINGS[][3] = {
@@ -234,15 +252,6 @@ void poll(Where where) {
   block({Wait::POLL, nullptr, 0, where});
 }
 
-std::string format(const char* format, ...) {
-  char text[1024];
-  va_list arguments;
-  va_start(arguments, format);
-  vsnprintf(text, sizeof text, format, arguments);
-  va_end(arguments);
-  return text;
-}
-
 std::string lane_list(unsigned mask) {
   std::string text;
   for (unsigned lane = 0; lane < WARP_SIZE; lane++) {
@@ -258,22 +267,25 @@ std::string lane_list(unsigned mask) {
 void fail(const char* kind, const char* format, ...) {
   va_list arguments;
   va_start(arguments, format);
-  va_list again;
-  va_copy(again, arguments);
-  std::vector<char> text(vsnprintf(nullptr, 0, format, arguments) + 1);
-  vsnprintf(text.data(), text.size(), format, again);
-  error_kind = kind;
-  error_text = text.data();
-  failed = true;
-  if (on_main) throw Failed();
-  Fiber abandoned;
-  switch_to(abandoned, nullptr);
-  __builtin_unreachable();
+  end_run(kind, formatted(format, arguments));
 }
+
+void blame(const char* kind, Where where, const char* format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  end_run(kind, machine.current->name() + " " + formatted(format, arguments) + " " + where.text());
+}
+
+std::string format(const char* format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  return formatted(format, arguments);
+}
+
 
 }  // namespace emu
 
-// ---- what Python calls -----------------------------------------------------------------------------------------------
+// ---- what Python calls ----------------------------------------------------------------------------------------------
 
 extern "C" {
 
@@ -282,7 +294,8 @@ int emu_run(void (*entry)(const void*), const void* params, unsigned grid, unsig
             unsigned smem_alignment, uint64_t seed, unsigned resident, int shuffled, int check_races) {
   using namespace emu;
   machine = Machine();
-  machine.launch = {entry, params, grid, block, smem_bytes, smem_alignment, resident, shuffled != 0, check_races != 0, seed};
+  machine.launch = {entry, params, grid, block, smem_bytes, smem_alignment, resident, bool(shuffled), bool(check_races),
+                    seed};
   order.clear(), pollers.clear(), remaining.clear();
   forget_bulk_loads();
   finished = nullptr, failed = false, idle_polls = 0;

@@ -1,6 +1,6 @@
 // wgmma: products that the four warps of a warpgroup start together and that go on by themselves. A product reads its
-// operands, in shared memory or registers, at any time from its issue to the wait for its group. From its issue to the wait
-// of each warp, that warp's accumulators are poison.
+// operands, in shared memory or registers, at any time from its issue to the wait for its group. From its issue to the
+// wait of each warp, that warp's accumulators are poison.
 #include <algorithm>
 #include <cstring>
 
@@ -57,7 +57,7 @@ Warpgroup& warpgroup_of(Warp& warp, Where where) {
   Cta& cta = *warp.cta;
   const unsigned index = warp.index / WARPGROUP_WARPS;
   if ((index + 1) * WARPGROUP_WARPS > cta.warps.size()) {
-    fail("misuse", "warp %u is in no whole warpgroup, %s", warp.index, where.text().c_str());
+    blame("misuse", where, "is in no whole warpgroup");
   }
   while (cta.warpgroups.size() <= index) {
     auto group = std::make_unique<Warpgroup>();
@@ -80,8 +80,8 @@ void execute(Product& product) {
     for (unsigned w = 0; w < WARPGROUP_WARPS; w++) {
       for (unsigned lane = 0; lane < WARP_SIZE; lane++) {
         if (memcmp(product.a[w][lane], product.a_then[w][lane], sizeof product.a_then[w][lane])) {
-          fail("wgmma misuse", "lane %u of warp %u of a warpgroup changed the registers of operand a of a product in flight, "
-               "issued %s", lane, w, product.where.text().c_str());
+          blame("wgmma misuse", product.where, "finds that lane %u of its warpgroup's warp %u changed the registers "
+                "of operand a of a product in flight, issued", lane, w);
         }
         for (unsigned i = 0; i < A_REGISTERS; i++) {
           for (unsigned e = 0; e < 2; e++) {
@@ -122,8 +122,8 @@ void deliver(Warpgroup& group, unsigned w, unsigned end) {
       for (int i = 0; i < chain.n / 2; i++) {
         float& value = chain.registers[w][lane][i];
         if (__builtin_bit_cast(unsigned, value) != ~0u) {
-          fail("wgmma misuse", "lane %u of warp %u of a warpgroup wrote to an accumulator of a product in flight, issued %s",
-               lane, w, group.products[number]->where.text().c_str());
+          blame("wgmma misuse", group.products[number]->where, "finds that lane %u of its warp wrote to an accumulator "
+                "of a product in flight, issued", lane);
         }
         value = chain.values[(w * WARP_ROWS + row_of(lane, i)) * chain.n + column_of(lane, i)];
       }
@@ -155,8 +155,7 @@ void join_chain(Warpgroup& group, Product& product, unsigned w, float* const (&r
   const bool fresh = !chain;
   if (fresh) {
     if (group.fences[w] <= group.fences_then[w][registers[0]]) {
-      fail("wgmma misuse", "no wgmma_fence comes between the last use of the accumulators and the product %s",
-           product.where.text().c_str());
+      blame("wgmma misuse", product.where, "starts a product without wgmma_fence since the accumulators' last use");
     }
     if (!product.chain) {
       group.chains.push_back(std::make_unique<Chain>(product.what.n));
@@ -174,7 +173,7 @@ void join_chain(Warpgroup& group, Product& product, unsigned w, float* const (&r
   }
   if (!product.chain) product.chain = chain;
   if (product.chain != chain || chain->n != product.what.n) {
-    fail("wgmma misuse", "the product %s uses accumulators differently from one in flight", product.where.text().c_str());
+    blame("wgmma misuse", product.where, "starts a product on accumulators that one in flight uses differently");
   }
   chain->pending[w]++;
 }
@@ -193,8 +192,8 @@ void issue(Warp& warp, Collective& meeting) {
   for (unsigned lane = 0; lane < WARP_SIZE; lane++) {
     const Wgmma& of_lane = *static_cast<Wgmma*>(meeting.slots[lane]);
     if (!same_product(product.what, of_lane)) {
-      fail("divergence", "the warps of a warpgroup start different products: %s and %s", product.where.text().c_str(),
-           meeting.where.text().c_str());
+      blame("divergence", meeting.where, "starts another product than the other warps of its warpgroup %s",
+            product.where.text().c_str());
     }
     registers[lane] = of_lane.d;
     if (!what.a_registers) continue;
@@ -237,7 +236,7 @@ void wgmma_commit(Site site) {
     group.groups[w].push_back(group.issued[w]);
     for (auto& other : group.groups) {
       if (other.size() < group.groups[w].size() || other[group.groups[w].size() - 1] == group.issued[w]) continue;
-      fail("divergence", "the warps of a warpgroup commit different products, %s", meeting.where.text().c_str());
+      blame("divergence", meeting.where, "commits other products than the other warps of its warpgroup");
     }
   });
 }
@@ -264,8 +263,7 @@ void finish_products(Thread& thread) {
   if (index >= thread.cta->warpgroups.size()) return;
   const Warpgroup& group = *thread.cta->warpgroups[index];
   if (group.waited[w] == group.issued[w]) return;
-  fail("wgmma misuse", "%s ends with a product in flight, issued %s", thread.name().c_str(),
-       group.products[group.waited[w]]->where.text().c_str());
+  blame("wgmma misuse", group.products[group.waited[w]]->where, "ends with a product in flight, issued");
 }
 
 void check_warpgroups(const Cta& cta) {
@@ -287,11 +285,12 @@ void check_warpgroups(const Cta& cta) {
 void set_max_registers(int registers, bool increase, Site site) {
   constexpr int LEAST = 24, MOST = 256, GRANULARITY = 8;
   if (registers < LEAST || registers > MOST || registers % GRANULARITY) {
-    fail("misuse", "setmaxnreg takes a multiple of %d from %d to %d, not %d, %s", GRANULARITY, LEAST, MOST, registers,
-         Where(site).text().c_str());
+    blame("misuse", site, "gives setmaxnreg %d: it takes a multiple of %d from %d to %d", registers, GRANULARITY, LEAST,
+          MOST);
   }
-  collective("setmaxnreg", unsigned(registers) << 1 | increase, ALL_LANES, &registers, site, [](Warp& warp, Collective& meeting) {
-    warp.registers = *static_cast<int*>(meeting.slots[0]);
+  const unsigned variant = unsigned(registers) << 1 | increase;
+  collective("setmaxnreg", variant, ALL_LANES, nullptr, site, [](Warp& warp, Collective& meeting) {
+    warp.registers = int(meeting.variant >> 1);
   });
 }
 
