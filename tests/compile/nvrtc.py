@@ -43,7 +43,7 @@ class Nvrtc:
         )  # fmt: skip
         assert not status, status
         try:
-            options = [f"-arch={arch}", *compile._OPTIONS]
+            options = [f"-arch={arch}", *compile._OPTIONS, *["-no-cache"] * (self.version >= (12, 9))]
             failed = self._call("CompileProgram", program, len(options), strings(options))
             log = self._text(program, "ProgramLog").decode()
             return b"" if failed else self._text(program, "CUBIN"), log
