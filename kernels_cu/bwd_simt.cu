@@ -49,6 +49,12 @@ constexpr int ROWS = OWN / simt::THREAD_ROWS, COLS = OTHER / simt::THREAD_COLS;
 constexpr int COLS_A = cfg::TILE_D / simt::THREAD_COLS, COLS_B = cfg::TILE_DV / simt::THREAD_COLS;
 constexpr int QUERIES = cfg::PHASE_DQ ? ROWS : COLS;
 
+// Whether a tile's part of a gradient is summed by itself before it is added: the error of a sum over all rows, term by
+// term, grows with their number. It takes registers, of which dk and dv together leave enough up to head_dim 96.
+constexpr int GRADIENT_COLS = cfg::PHASE_DQ ? COLS_A : COLS_A + COLS_B;
+constexpr bool SUM_BY_TILE =
+    ROWS * (GRADIENT_COLS + simt::larger(COLS_A, COLS_B)) * sizeof(Element) <= 160 * sizeof(float);
+
 extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS)
 bwd_simt(const __grid_constant__ Params p) {
   extern __shared__ __align__(16) unsigned char smem_bytes[];
@@ -131,20 +137,36 @@ bwd_simt(const __grid_constant__ Params p) {
     }
   };
 
-  // gradient += weights other, whose rows stream in slices
-  const auto product_of_rows = [&](auto& gradient, auto width) {
+  // sum += weights other, whose rows stream in slices
+  const auto accumulate = [&](auto& sum, auto width) {
 #pragma unroll 1
     for (int slice = 0; slice < ROW_SLICES; slice++) {
       const int n0 = slice * cfg::SLICE_N;
       const Element* weights = &smem.weights[thread_row][n0];
       const Element* rows = slices.next();
       if (masked && !simt::all_finite<cfg::SLICE_N * width.value>(rows)) {
-        simt::product_nn_seen<W_STRIDE, width.value, cfg::SLICE_N>(gradient, weights, rows, [&](int i, int n) {
+        simt::product_nn_seen<W_STRIDE, width.value, cfg::SLICE_N>(sum, weights, rows, [&](int i, int n) {
           return !hidden(own_row(i), n0 + n);
         });
       } else {
-        simt::product_nn<W_STRIDE, width.value, cfg::SLICE_N>(gradient, weights, rows);
+        simt::product_nn<W_STRIDE, width.value, cfg::SLICE_N>(sum, weights, rows);
       }
+    }
+  };
+
+  // gradient += weights other
+  const auto product_of_rows = [&](auto& gradient, auto width) {
+    if constexpr (SUM_BY_TILE) {
+      constexpr int COLUMNS = width.value / simt::THREAD_COLS;
+      Element sum_rmem[ROWS][COLUMNS] = {};
+      accumulate(sum_rmem, width);
+#pragma unroll
+      for (int i = 0; i < ROWS; i++) {
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++) gradient[i][c] += sum_rmem[i][c];
+      }
+    } else {
+      accumulate(gradient, width);
     }
   };
 

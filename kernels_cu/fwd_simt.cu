@@ -40,6 +40,10 @@ static_assert(sizeof(Smem) == cfg::SMEM_BYTES, "tiles.py and struct Smem disagre
 constexpr int ROWS = cfg::TILE_M / simt::THREAD_ROWS;
 constexpr int COLS = cfg::TILE_N / simt::THREAD_COLS, COLS_V = cfg::TILE_DV / simt::THREAD_COLS;
 
+// Whether p v of a tile is summed by itself before it is added to o: the error of a sum over all keys, term by term, grows
+// with their number. It takes as many registers as o, but those of s are free by then.
+constexpr bool SUM_BY_TILE = ROWS * COLS_V * sizeof(Element) <= 64 * sizeof(float);
+
 extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS)
 fwd_simt(const __grid_constant__ Params p) {
   extern __shared__ __align__(16) unsigned char smem_bytes[];
@@ -73,6 +77,7 @@ fwd_simt(const __grid_constant__ Params p) {
 
   Element s_rmem[ROWS][COLS], o_rmem[ROWS][COLS_V] = {};
   Element row_max[ROWS], row_sum[ROWS];  // in units of log2, of the whole row; of p, in this thread's columns
+  Element rescale[ROWS];                 // what sums so far are worth against the new maximum
 #pragma unroll
   for (int i = 0; i < ROWS; i++) row_max[i] = HIDDEN, row_sum[i] = 0;
 
@@ -91,7 +96,7 @@ fwd_simt(const __grid_constant__ Params p) {
     }
   };
 
-  // p = exp(s - max), to shared memory; what has been summed so far is rescaled to the new maximum.
+  // p = exp(s - max), to shared memory
   const auto softmax = [&](int n0, bool masked) {
     const Element scale = exponent_scale(p);
 #pragma unroll
@@ -115,10 +120,9 @@ fwd_simt(const __grid_constant__ Params p) {
       for (int j = 1; j < COLS; j++) tile_max = max(tile_max, s_rmem[i][j]);
       const Element old_max = row_max[i];
       row_max[i] = max(old_max, simt::row_max(tile_max) * scale);
-      const Element origin = exponent_origin(row_max[i]), rescale = exp2_real(old_max - origin);
-      row_sum[i] *= rescale;
-#pragma unroll
-      for (int c = 0; c < COLS_V; c++) o_rmem[i][c] *= rescale;
+      const Element origin = exponent_origin(row_max[i]);
+      rescale[i] = exp2_real(old_max - origin);
+      row_sum[i] *= rescale[i];
 #pragma unroll
       for (int j = 0; j < COLS; j++) {
         const Element prob = exp2_real(s_rmem[i][j] * scale - origin);
@@ -128,19 +132,28 @@ fwd_simt(const __grid_constant__ Params p) {
     }
   };
 
-  // o += p v
-  const auto accumulate = [&](int n0, bool masked) {
+  // sum += p v
+  const auto accumulate = [&](Element(&sum)[ROWS][COLS_V], int n0, bool masked) {
 #pragma unroll 1
     for (int slice = 0; slice < V_SLICES; slice++) {
       const Element* weights = &smem.p[thread_row][slice * cfg::SLICE_N];
       const Element* rows = slices.next();
       if (masked && !simt::all_finite<cfg::SLICE_N * cfg::TILE_DV>(rows)) {
-        simt::product_nn_seen<P_STRIDE, cfg::TILE_DV, cfg::SLICE_N>(o_rmem, weights, rows, [&](int i, int n) {
+        simt::product_nn_seen<P_STRIDE, cfg::TILE_DV, cfg::SLICE_N>(sum, weights, rows, [&](int i, int n) {
           return visible(p, q_idx(i), n0 + slice * cfg::SLICE_N + n);
         });
       } else {
-        simt::product_nn<P_STRIDE, cfg::TILE_DV, cfg::SLICE_N>(o_rmem, weights, rows);
+        simt::product_nn<P_STRIDE, cfg::TILE_DV, cfg::SLICE_N>(sum, weights, rows);
       }
+    }
+  };
+
+  // o = o * rescale + addend
+  const auto rescale_and_add = [&](const Element(&addend)[ROWS][COLS_V]) {
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+#pragma unroll
+      for (int c = 0; c < COLS_V; c++) o_rmem[i][c] = o_rmem[i][c] * rescale[i] + addend[i][c];
     }
   };
 
@@ -153,7 +166,10 @@ fwd_simt(const __grid_constant__ Params p) {
     const bool masked = n_block < range.full_begin || n_block >= range.full_end;
     scores();
     softmax(n0, masked);
-    accumulate(n0, masked);
+    Element pv_rmem[ROWS][COLS_V] = {};
+    if (SUM_BY_TILE) accumulate(pv_rmem, n0, masked);
+    rescale_and_add(pv_rmem);
+    if (!SUM_BY_TILE) accumulate(o_rmem, n0, masked);
   }
 
   // Also of a row that saw nothing: o = 0, lse = -inf.
