@@ -64,6 +64,10 @@ _BACKWARD = (
     Field("semaphore", "pointer", "int*", "(batch, num_heads_q, num_m_blocks), zero: whose turn it is to add dq"),
     *_SCALE, *_SIZES,
 )
+_CONVERT = (
+    Field("dq_accum", "pointer", "const float*", "(batch, num_heads_q, seqlen_q, head_dim), contiguous"),
+    *_DQ, *_SCALE, *_SIZES,
+)
 
 
 def _map(name: str, box: str) -> Field:
@@ -85,7 +89,6 @@ TABLES: dict[str, tuple[Field, ...]] = {
     "bwd_sm90": (
         _map("q", "64 x TILE_M"), _map("k", "64 x TILE_N"), _map("v", "64 x TILE_N"), _map("dout", "64 x TILE_M"),
         *_BACKWARD,
-        Field("num_tiles", "i32", "int", "key tiles in all"),
     ),
     "bwd_delta": (
         *_tensor("o", *_O, const=True), *_DOUT,
@@ -96,10 +99,8 @@ TABLES: dict[str, tuple[Field, ...]] = {
         Field("semaphore", "pointer", "int*", "(batch, num_heads_q, num_m_blocks) to zero; null: none"),
         *_SIZES,
     ),
-    "bwd_convert": (
-        Field("dq_accum", "pointer", "const float*", "(batch, num_heads_q, seqlen_q, head_dim), contiguous"),
-        *_DQ, *_SCALE, *_SIZES,
-    ),
+    "bwd_convert": _CONVERT,
+    "bwd_convert_sm90": _CONVERT,
 }
 
 

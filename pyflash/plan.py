@@ -78,6 +78,7 @@ def _row(problem: Problem, kernel: Kernel, device: Device) -> Row | None:
             max(dims) <= row.head_dim
             and row.causal in (None, bool(problem.option("causal")))
             and row.itemsize in (None, problem.dtype.itemsize)
+            and row.min_seqlen_q <= problem.seqlen_q
             and kernel.smem_bytes(row, *dims, problem.dtype.itemsize) <= device.smem_bytes
         ):
             return row
@@ -275,7 +276,54 @@ def _forward_sm90(problem: Problem, device: Device, notes: tuple[str, ...]) -> P
     return _finish(problem, "sm90", [launch], {}, notes)
 
 
+def _backward_sm90(problem: Problem, device: Device, notes: tuple[str, ...]) -> Plan:
+    tensors = dict(problem.tensors)
+    rows = problem.batch * problem.num_heads_q * problem.seqlen_q
+    row = _row(problem, KERNELS["bwd_sm90"], device)
+    num_m_blocks = _cdiv(problem.seqlen_q, row.tile_m)
+    tiles = _cdiv(problem.seqlen_k, row.tile_n) * problem.num_heads_kv * problem.batch
+    workspace = {"delta": rows * 4, "dq_accum": rows * problem.head_dim * 4}
+    if problem.deterministic:
+        workspace["semaphore"] = problem.batch * problem.num_heads_q * num_m_blocks * 4
+    delta = _launch(
+        problem,
+        device,
+        "bwd_delta",
+        {n: tensors[n] for n in ("o", "dout", "dlse") if n in tensors},
+        tuple(workspace),
+        lambda _: _cdiv(rows, _row(problem, KERNELS["bwd_delta"], device).tile_m),
+        values={"num_m_blocks": num_m_blocks},
+    )
+    main = _launch(
+        problem,
+        device,
+        "bwd_sm90",
+        {n: tensors[n] for n in ("q", "k", "v", "dout", "lse", "dk", "dv")},
+        tuple(workspace),
+        # CTAs that wait for each other's sums take one tile each, in the order in which the GPU starts them.
+        lambda _: tiles if problem.deterministic else min(device.sm_count, tiles),
+        {"DETERMINISTIC": problem.deterministic},
+        tensor_maps={
+            "tma_q": TensorMap("q", (64, row.tile_m)),
+            "tma_k": TensorMap("k", (64, row.tile_n)),
+            "tma_v": TensorMap("v", (64, row.tile_n)),
+            "tma_dout": TensorMap("dout", (64, row.tile_m)),
+        },
+    )
+    convert = _launch(
+        problem,
+        device,
+        "bwd_convert_sm90",
+        {"dq": tensors["dq"]},
+        ("dq_accum",),
+        lambda n: n["num_m_blocks"] * problem.num_heads_q * problem.batch,
+    )
+    return _finish(problem, "sm90", [delta, main, convert], workspace, notes)
+
+
 def _backward(problem: Problem, device: Device, family: str, notes: tuple[str, ...]) -> Plan:
+    if family == "sm90":
+        return _backward_sm90(problem, device, notes)
     tensors = dict(problem.tensors)
     rows = problem.batch * problem.num_heads_q * problem.seqlen_q
     name = f"bwd_{family}"

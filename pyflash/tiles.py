@@ -22,6 +22,7 @@ class Row:
     knobs: tuple[tuple[str, object], ...] = ()  # further constants of this kernel
     causal: bool | None = None  # serves only causal (or only full) problems
     itemsize: int | None = None  # serves only elements of this many bytes
+    min_seqlen_q: int = 0  # serves only problems with at least this many queries
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,21 @@ def _fwd_sm90_smem(row: Row, tile_d: int, tile_dv: int, itemsize: int) -> int:
     chunked_d, chunked_dv = (-(-d // 64) * 64 * itemsize for d in (tile_d, tile_dv))
     q = knobs["Q_STAGES"] * row.tile_m * chunked_d
     kv = row.stages * row.tile_n * (chunked_d + chunked_dv)
-    control = knobs["Q_STAGES"] * row.tile_m // 64 * 32 + row.stages * 32  # mbarriers, and the work that travels with q
+    # mbarriers, the work that travels with q, and what is said about tiles of v
+    control = knobs["Q_STAGES"] * row.tile_m // 64 * 32 + row.stages * 36 + (row.stages + 1) * 12
     return -(-(q + kv + control) // 1024) * 1024
+
+
+def _bwd_sm90_smem(row: Row, tile_d: int, tile_dv: int, itemsize: int) -> int:
+    columns = sum(-(-d // 64) * 64 for d in (tile_d, tile_dv))  # whole chunks of 64 columns
+    scores = row.tile_m * row.tile_n
+    if dict(row.knobs)["LARGE_HEADS"]:
+        handed_over, barriers = 2 * 2 * scores, 3 + 4 * row.stages + 8  # p and ds, two of each
+    else:
+        handed_over, barriers = 2 * scores, 4 + 3 * row.stages + 4  # two ds
+    elements = (row.tile_n + row.stages * row.tile_m) * columns + handed_over
+    lse_and_delta = row.stages * row.tile_m * 2 * 4
+    return -(-(elements * itemsize + lse_and_delta + barriers * 8) // 1024) * 1024
 
 
 def _no_smem(row: Row, tile_d: int, tile_dv: int, itemsize: int) -> int:
@@ -104,30 +118,57 @@ def _bwd_sm80(head_dim: int, tile_m: int, tile_n: int, warps: int, split: int, k
     return Row(head_dim, tile_m, tile_n, warps * 32, 3, 1, why, knobs)
 
 
-def _fwd_sm90(head_dim: int, tile_m: int, tile_n: int, stages: int, q_stages: int, why: str, *, causal: bool,
-              **knobs: object) -> Row:  # fmt: skip
+def _fwd_sm90(
+    head_dim: int,
+    tile_m: int,
+    tile_n: int,
+    stages: int,
+    q_stages: int,
+    why: str,
+    *,
+    early: bool = True,
+    pass_early: int = 0,
+    ascending: bool = False,
+    min_seqlen_q: int = 0,
+    only_causal: bool | None = None,
+) -> tuple[Row, ...]:
     """One warpgroup loads; those that compute 64 rows each share the other registers. Causal tiles differ in length, so
-    they are handed out as CTAs get free."""
+    they are handed out as CTAs get free. `early`: scores of the next output tile beside the last step of this one;
+    `pass_early`: 16-key steps of the second product that are left when the next warpgroup gets its turn; `ascending`:
+    key tiles from the first on instead of from the last back."""
     producer, consumer = {128: (40, 232), 192: (32, 160), 256: (32, 112)}[tile_m]
-    every = {
-        "Q_STAGES": q_stages,
-        "PING_PONG": True,
-        "DYNAMIC": causal,
-        "SCORE_EARLY": q_stages > 1,
-        "PASS_EARLY": 0,
-        "NARROW": False,
-        "NARROW_PV": False,
-        "PREFETCH": False,
-        "PRODUCER_REGS": producer,
-        "CONSUMER_REGS": consumer,
-        **knobs,
-    }
-    threads = 128 * (1 + tile_m // 64)
-    return Row(head_dim, tile_m, tile_n, threads, stages, 1, why, tuple(every.items()), causal=causal)
+    rows = []
+    for causal in (False, True) if only_causal is None else (only_causal,):
+        knobs = {
+            "Q_STAGES": q_stages,
+            "DYNAMIC": causal,
+            "SCORE_EARLY": early,
+            "PASS_EARLY": pass_early,
+            "ASCENDING": ascending,
+            "PRODUCER_REGS": producer,
+            "CONSUMER_REGS": consumer,
+        }
+        threads = 128 * (1 + tile_m // 64)
+        row = Row(head_dim, tile_m, tile_n, threads, stages, 1, why, tuple(knobs.items()), causal, None, min_seqlen_q)
+        rows.append(row)
+    return tuple(rows)
+
+
+def _bwd_sm90(head_dim: int, tile_m: int, tile_n: int, stages: int, why: str, *, large: bool = False,
+              ping_pong: int = 0) -> Row:  # fmt: skip
+    """One warpgroup loads, one computes dq, and two the rest: they divide keys, or products where heads are `large`."""
+    knobs = (
+        ("LARGE_HEADS", large),
+        ("PING_PONG", ping_pong),
+        ("PRODUCER_REGISTERS", 32),
+        ("DQ_REGISTERS", 64),
+        ("CONSUMER_REGISTERS", 208),
+    )
+    return Row(head_dim, tile_m, tile_n, 512, stages, 1, why, knobs)
 
 
 def _rows(head_dim: int, rows: int, itemsize: int) -> Row:
-    return Row(head_dim, rows, 1, 256, 1, 3, "eight 16-byte loads in flight a thread", itemsize=itemsize)
+    return Row(head_dim, rows, 1, 256, 1, 2, "eight 16-byte loads in flight a thread", itemsize=itemsize)
 
 
 def _simt(head_dim: int, tile_m: int, tile_n: int, threads: int, grid: tuple[int, int, int], min_ctas: int, itemsize: int,
@@ -137,7 +178,8 @@ def _simt(head_dim: int, tile_m: int, tile_n: int, threads: int, grid: tuple[int
     return Row(head_dim, tile_m, tile_n, threads, 2, min_ctas, why, knobs, itemsize=itemsize)
 
 
-_FOUR_WARPGROUPS = "as exponentials bind, four to hide them: 192 rows of 128 keys -4 to -6 %, 128 rows -15 %"
+_FOUR_WARPGROUPS = "as exponentials bind, four to hide them: 192 rows of 128 keys -4 % full, -7 % causal"
+_THREE_WARPGROUPS = "three hide more of a long walk, and share k and v: 128 x 128 -3 to -9 %"
 _BLOCKS = "8 x 8 results a thread in both products, two CTAs a multiprocessor"
 _LESS_SMEM = "as above in 99 KB, what consumer GPUs of compute capability 8.6 to 12.0 have"
 _LEAST_SMEM = "in the 64 KB of compute capability 7.5"
@@ -162,16 +204,22 @@ KERNELS: dict[str, Kernel] = {
         pad=16,
         smem_bytes=_fwd_sm90_smem,
         rows=(
-            _fwd_sm90(64, 256, 64, 3, 2, _FOUR_WARPGROUPS, causal=False),
-            _fwd_sm90(64, 256, 64, 3, 2, _FOUR_WARPGROUPS, causal=True),
-            _fwd_sm90(128, 128, 128, 2, 2, "2 % faster than 160 or 176 keys; handed out statically +1 %", causal=False),
-            _fwd_sm90(128, 128, 128, 2, 2, "handed out dynamically +14 %; 96, 112, 144 keys -6 to -12 %", causal=True),
-            _fwd_sm90(192, 128, 128, 2, 1, "head_dim_v up to 128", causal=False),
-            _fwd_sm90(192, 128, 128, 2, 1, "head_dim_v up to 128", causal=True),
-            _fwd_sm90(192, 128, 112, 2, 1, "the most keys that fit beside q", causal=False),
-            _fwd_sm90(192, 128, 112, 2, 1, "the most keys that fit beside q", causal=True),
-            _fwd_sm90(256, 128, 80, 2, 1, "the most keys that fit beside q; 64 keys -2 %", causal=False),
-            _fwd_sm90(256, 128, 64, 2, 1, "80 keys -1 %: more of their last tile is masked", causal=True),
+            *_fwd_sm90(64, 256, 64, 4, 2, _FOUR_WARPGROUPS, min_seqlen_q=129),
+            *_fwd_sm90(64, 128, 128, 2, 2, "no more rows than queries: at 128 +20 % full, +15 % causal"),
+            *_fwd_sm90(80, 192, 112, 2, 1, "three warpgroups: 128 x 128 -11 % full, -8 % causal at 4k"),
+            *_fwd_sm90(96, 192, 96, 2, 2, "three warpgroups: 128 x 128 -11 % full, -2 % causal at 4k",
+                       min_seqlen_q=2048),
+            *_fwd_sm90(96, 128, 128, 2, 2, "less of a tile is idle: 192 x 96 -1 % full, -3 % causal at 1k"),
+            *_fwd_sm90(128, 192, 80, 2, 2, _THREE_WARPGROUPS, pass_early=2, min_seqlen_q=4096, only_causal=False),
+            *_fwd_sm90(128, 192, 80, 2, 2, _THREE_WARPGROUPS, pass_early=2, min_seqlen_q=16384, only_causal=True),
+            *_fwd_sm90(128, 128, 128, 3, 1, "144 or 176 keys up to -20 %; two tiles of q, k and v -2 to -4 % at 1k with "
+                       "four query heads a head of k", pass_early=2),
+            *_fwd_sm90(192, 128, 128, 2, 1, "head_dim_v up to 128; 112 or 96 keys -1 to -8 %"),
+            *_fwd_sm90(192, 128, 96, 2, 1, "112 keys -3 % at 1k, equal from 4k on"),
+            *_fwd_sm90(256, 128, 80, 2, 1, "the most keys that fit beside q", early=False, min_seqlen_q=4096,
+                       only_causal=False),
+            *_fwd_sm90(256, 128, 64, 2, 1, "80 keys -3 to -5 % at 512, -1 to -2 % at 1k: more of the last is masked",
+                       early=False),
         ),
     ),
     "fwd_simt": Kernel(
@@ -239,6 +287,18 @@ KERNELS: dict[str, Kernel] = {
             _bwd_sm80(256, 16, 32, 4, 2, (7, 7), (4, 1), _LESS_SMEM),
         ),
     ),
+    "bwd_sm90": Kernel(
+        dtypes=_HALF,
+        min_capability=(9, 0),
+        only_capability=(9, 0),
+        pad=16,
+        smem_bytes=_bwd_sm90_smem,
+        rows=(
+            _bwd_sm90(64, 128, 128, 3, "as many scores a step as registers hold"),
+            _bwd_sm90(128, 64, 128, 3, "as many scores a step as registers hold beside dk and dv"),
+            _bwd_sm90(256, 64, 64, 2, "dk and dv of 64 keys fill a warpgroup each", large=True),
+        ),
+    ),
     "bwd_delta": Kernel(
         dtypes=_HALF + _FULL,
         min_capability=(7, 5),
@@ -258,6 +318,14 @@ KERNELS: dict[str, Kernel] = {
         pad=16,
         smem_bytes=_no_smem,
         rows=tuple(_rows(head_dim, 128 * 64 // head_dim, 2) for head_dim in (64, 128, 256)),
+    ),
+    "bwd_convert_sm90": Kernel(
+        dtypes=_HALF,
+        min_capability=(9, 0),
+        only_capability=(9, 0),
+        pad=16,
+        smem_bytes=_no_smem,
+        rows=(Row(256, 64, 1, 128, 1, 4, "a CTA for the 64 rows that bwd_sm90 adds at once"),),
     ),
 }
 

@@ -1,0 +1,328 @@
+// What the Hopper backward kernels share: who computes which tiles, the loads that TMA does not do, the products and
+// exponentials of a step, and the gradients on their way out.
+#pragma once
+#include "mask.cuh"
+#include "softmax.cuh"
+#include "tile_sm90.cuh"
+
+using cfg::Element;
+using cfg::TILE_M, cfg::TILE_N, cfg::TILE_D, cfg::TILE_DV, cfg::STAGES;
+
+constexpr int D_CHUNKS = (TILE_D + CHUNK - 1) / CHUNK, DV_CHUNKS = (TILE_DV + CHUNK - 1) / CHUNK;
+constexpr int D_STEPS = TILE_D / 16, DV_STEPS = TILE_DV / 16, M_STEPS = TILE_M / 16;  // steps of a summed dimension
+constexpr int WG_WARPS = WARPGROUP / WARP, WG_KEYS = 64, WARP_KEYS = WG_KEYS / WG_WARPS;
+constexpr u32 STEP_BYTES = 16 * CHUNK_ROW_BYTES;  // 16 rows of a chunk: a step of a sum down the rows
+constexpr int DS_BUFFERS = 2;
+
+template <bool VALUE> struct Bool { static constexpr bool value = VALUE; };
+
+// A value that all lanes of a warp share, so that the compiler knows: it then takes a uniform register.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+
+struct Pair { float first, second; };
+__device__ __forceinline__ Pair unpack2(u32 x) {
+  return {to_real(Element{(unsigned short)x}), to_real(Element{(unsigned short)(x >> 16)})};
+}
+
+// ---- which tiles ----------------------------------------------------------------------------------------------------
+
+// One key tile of one key head, and the query tiles that it visits for every query head of its group.
+struct Work {
+  int n_block, head_kv, batch;
+  bool exists;
+  TileRange q_tiles;
+
+  __device__ __forceinline__ int n0() const { return n_block * TILE_N; }
+  __device__ __forceinline__ int steps(const Params& p) const {
+    return (q_tiles.end - q_tiles.begin) * p.qheads_per_kv;
+  }
+  __device__ __forceinline__ bool hides(int m_block) const {
+    return m_block < q_tiles.full_begin || m_block >= q_tiles.full_end;
+  }
+};
+
+// The CTA's `turn`-th piece of work, or false. All warps find it by themselves, so nothing need be communicated.
+//
+// With a CTA for every tile, tiles are numbered head by head; an ordered sum wants the last of a head first (see
+// await_turn). Fewer CTAs take pairs of tiles, the i-th and the i-th last of a head: in causal heads, where tiles have
+// less to do the later they come, pairs are alike. When half of the CTAs can take the pairs that are left, all share.
+__device__ __forceinline__ bool find_work(const Params& p, int turn, Work& work) {
+  const int heads = p.batch * p.num_heads_kv, ctas = gridDim.x, cta = blockIdx.x;
+  int head, block, second = 0;
+  if (ctas >= heads * p.num_n_blocks) {
+    if (turn) return false;
+    head = cta / p.num_n_blocks, block = cta - head * p.num_n_blocks;
+    if (cfg::DETERMINISTIC) block = p.num_n_blocks - 1 - block;
+  } else {
+    const int head_pairs = (p.num_n_blocks + 1) / 2, begin = turn / 2 * ctas, left = heads * head_pairs - begin;
+    const bool shared = left <= ctas / 2;
+    if (shared ? turn % 2 || cta >= 2 * left : cta >= left) return false;
+    const int pair = begin + (shared ? cta / 2 : cta);
+    second = shared ? cta % 2 : turn % 2;
+    head = pair / head_pairs, block = pair - head * head_pairs;
+    if (second) block = p.num_n_blocks - 1 - block;
+  }
+  work.exists = !second || 2 * block + 1 != p.num_n_blocks;  // the middle tile has no partner
+  work.n_block = block;
+  work.batch = head / p.num_heads_kv;
+  work.head_kv = head - work.batch * p.num_heads_kv;
+  work.q_tiles = q_range(p, work.n0());
+  return true;
+}
+
+// Calls work(tile) for every tile of the CTA.
+template <class Do> __device__ __forceinline__ void for_each_tile(const Params& p, Do work) {
+  Work tile;
+  for (int turn = 0; find_work(p, turn, tile); turn++) {
+    if (tile.exists) work(tile);
+  }
+}
+
+// Calls step(tile, head, m_block, first, last) for every step of the CTA: every query tile that a key tile visits, of
+// every query head of its group. `first` and `last` of the key tile.
+template <class Do> __device__ __forceinline__ void for_each_step(const Params& p, Do step) {
+  for_each_tile(p, [&](const Work& tile) {
+    for (int h = 0; h < p.qheads_per_kv; h++) {
+      for (int m_block = tile.q_tiles.begin; m_block < tile.q_tiles.end; m_block++) {
+        step(tile, tile.head_kv * p.qheads_per_kv + h, m_block, h == 0 && m_block == tile.q_tiles.begin,
+             h == p.qheads_per_kv - 1 && m_block == tile.q_tiles.end - 1);
+      }
+    }
+  });
+}
+
+// ---- loads ----------------------------------------------------------------------------------------------------------
+
+// Queues the copy of a tile whose first row is `row`, as one arrival on `full`. One thread.
+template <int CHUNKS, int ROWS>
+__device__ __forceinline__ void load_tile(Element (&tile_smem)[CHUNKS][ROWS][CHUNK], const TensorMap& map, u64* full,
+                                          int row, int head, int batch) {
+  mbarrier_arrive_expect_tx(full, sizeof(tile_smem));
+#pragma unroll
+  for (int c = 0; c < CHUNKS; c++) tma_load_4d(tile_smem[c], &map, full, c * CHUNK, row, head, batch);
+}
+
+// Before one lane does what lets the barrier go on to its next phases: no other lane may miss this one.
+__device__ __forceinline__ void await_as_warp(u64* barrier, u32 parity) {
+  mbarrier_wait(barrier, parity);
+  __syncwarp();
+}
+
+// What a lane needs to know of 16 query rows: of row 8 * half + 2 * (lane % 4) + e, x[half][e].
+struct alignas(16) RowValues { float x[2][2]; };
+using TileValues = RowValues[TILE_M / 16][4];
+
+// One warp's work: brings lse or delta of every step's query rows to a ring in shared memory. `gmem(batch, head)` points
+// to a head's values, which are `stride` apart; rows that do not exist have `none`; convert() makes of a value what is
+// stored. await(stage) waits until a buffer is free, arrive(stage) says that it is full.
+template <class Gmem, class Convert, class Await, class Arrive>
+__device__ __forceinline__ void produce_values(const Params& p, TileValues (&ring_smem)[STAGES], Gmem gmem, i64 stride,
+                                               float none, Convert convert, Await await, Arrive arrive, int lane) {
+  constexpr int LANE_ROWS = TILE_M / WARP;
+  Ring<STAGES> stage;
+  for_each_step(p, [&](const Work& tile, int head, int m_block, bool, bool) {
+    const float* head_gmem = gmem(tile.batch, head);
+    float value[LANE_ROWS];
+#pragma unroll
+    for (int i = 0; i < LANE_ROWS; i++) {
+      const int row = m_block * TILE_M + i * WARP + lane;
+      value[i] = row < p.seqlen_q ? head_gmem[row * stride] : none;
+    }
+    await(stage);
+#pragma unroll
+    for (int i = 0; i < LANE_ROWS; i++) {
+      const int row = i * WARP + lane;
+      ring_smem[stage.index][row / 16][row % 8 / 2].x[row / 8 % 2][row % 2] = convert(value[i]);
+    }
+    __syncwarp();
+    if (lane == 0) arrive(stage.index);
+    stage.advance();
+  });
+}
+template <class Await, class Arrive>
+__device__ __forceinline__ void produce_lse(const Params& p, TileValues (&ring_smem)[STAGES], Await await, Arrive arrive,
+                                            int lane) {
+  auto gmem = [&](int batch, int head) { return p.lse + batch * p.lse_stride[0] + head * p.lse_stride[1]; };
+  produce_values(p, ring_smem, gmem, p.lse_stride[2], NEG_INF, lse_origin<float>, await, arrive, lane);
+}
+template <class Await, class Arrive>
+__device__ __forceinline__ void produce_delta(const Params& p, TileValues (&ring_smem)[STAGES], Await await,
+                                              Arrive arrive, int lane) {
+  auto gmem = [&](int batch, int head) { return p.delta + ((i64)batch * p.num_heads_q + head) * p.seqlen_q; };
+  produce_values(p, ring_smem, gmem, 1, 0.f, [](float x) { return x; }, await, arrive, lane);
+}
+
+// ---- scores: (64 keys, TILE_M queries) accumulators ------------------------------------------------------------------
+// As the operand a of a product that sums over the queries, such an accumulator is [M_STEPS][4] registers. Register i of
+// step s holds, for key (lane / 4) + 8 * (i % 2) of the warp's 16, query 16 * s + 8 * (i / 2) + 2 * (lane % 4) and the
+// next; they are the accumulator's 8 * s + 2 * i and the next.
+
+// d = a(keys, 16 * STEPS) b(queries, 16 * STEPS)T, where a lies in a tile of A_ROWS rows.
+template <int STEPS, int A_ROWS>
+__device__ __forceinline__ void multiply_keys_queries(float (&d)[TILE_M / 2], u64 a, u64 b) {
+#pragma unroll
+  for (int s = 0; s < STEPS; s++) {
+    const u64 a_step = descriptor_at(a, s / 4 * A_ROWS * CHUNK_ROW_BYTES + s % 4 * 2 * UNIT_BYTES);
+    const u64 b_step = descriptor_at(b, s / 4 * TILE_M * CHUNK_ROW_BYTES + s % 4 * 2 * UNIT_BYTES);
+    if (s) wgmma_ss<Element, TILE_M, false, false, true>(d, a_step, b_step);
+    else wgmma_ss<Element, TILE_M, false, false, false>(d, a_step, b_step);
+  }
+  wgmma_commit();
+}
+
+// p = exp(s - lse), rounded. `key` is the lane's first.
+__device__ __forceinline__ void exponentiate(const Params& p, u32 (&p_rmem)[M_STEPS][4],
+                                             const float (&s_rmem)[TILE_M / 2], const TileValues& lse_smem, float scale,
+                                             int m0, int key, bool hides, int lane) {
+  auto every_element = [&](auto may_hide) {
+    const int q0 = m0 + lane % 4 * 2;
+    const VisibleQueries queries[2] = {visible_queries(p, key, q0), visible_queries(p, key + 8, q0)};
+#pragma unroll
+    for (int s = 0; s < M_STEPS; s++) {
+      const RowValues lse = lse_smem[s][lane % 4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        float x[2];
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+          const int offset = s * 16 + i / 2 * 8 + e;
+          const float qk = score(p, s_rmem[8 * s + 2 * i + e], q0 + offset, key + i % 2 * 8);
+          x[e] = ex2(fmaf(qk, scale, -lse.x[i / 2][e]));
+          if (decltype(may_hide)::value && !queries[i % 2].has(offset)) x[e] = 0;
+        }
+        p_rmem[s][i] = pack2<Element>(x[0], x[1]);
+      }
+    }
+  };
+  if (hides) every_element(Bool<true>()); else every_element(Bool<false>());
+}
+
+// The columns [FIRST, COLUMNS) of d(64 keys, COLUMNS) += a(64 keys, TILE_M queries) b(TILE_M queries, COLUMNS). A product
+// is at most MAX_COLUMNS wide: the assembler wants an instruction to fit the registers that a thread has at launch.
+constexpr int MAX_COLUMNS = 128;
+template <int COLUMNS, int FIRST = 0>
+__device__ __forceinline__ void accumulate_over_queries(float (&d)[COLUMNS / 2], const u32 (&a)[M_STEPS][4], u64 b) {
+  constexpr int WIDTH = COLUMNS - FIRST < MAX_COLUMNS ? COLUMNS - FIRST : MAX_COLUMNS, NEXT = FIRST + WIDTH;
+  auto& part = reinterpret_cast<float (&)[WIDTH / 2]>(d[FIRST / 2]);
+#pragma unroll
+  for (int s = 0; s < M_STEPS; s++) {
+    const u64 b_step = descriptor_at(b, FIRST / CHUNK * TILE_M * CHUNK_ROW_BYTES + s * STEP_BYTES);
+    wgmma_rs<Element, WIDTH, true, true>(part, a[s], b_step);
+  }
+  if constexpr (NEXT < COLUMNS) accumulate_over_queries<COLUMNS, NEXT>(d, a, b);
+}
+
+// ds of the warp's 16 keys into the chunks of a tile of TILE_N keys. `row` is the first of them in the tile.
+template <int CHUNKS>
+__device__ __forceinline__ void store_ds(Element (&ds_smem)[CHUNKS][TILE_N][CHUNK], const u32 (&ds_rmem)[M_STEPS][4],
+                                         int row, int lane) {
+  const int lane_bytes = (row + lane % 16) * CHUNK_ROW_BYTES + (lane / 16 ^ lane % 8) * UNIT_BYTES;
+#pragma unroll
+  for (int s = 0; s < M_STEPS; s++) {
+    unsigned char* chunk = reinterpret_cast<unsigned char*>(ds_smem[s / 4]);
+    stmatrix_x4(chunk + (lane_bytes ^ s % 4 * 2 * UNIT_BYTES), ds_rmem[s][0], ds_rmem[s][1], ds_rmem[s][2],
+                ds_rmem[s][3]);
+  }
+}
+
+// ---- dq to global memory --------------------------------------------------------------------------------------------
+// dq_accum holds, for each batch and query head, seqlen_q * head_dim floats. Blocks of 64 whole rows lie in them one
+// after the other, each in the order of the accumulator of a (64, TILE_D) product: [column / 8][thread][4]. So every add
+// is 16 bytes wide and a warp's adds are contiguous. What is left over at the end of a head lies row by row, and so does
+// everything if the product is wider than head_dim. bwd_convert_sm90 reads it.
+
+// Adds COLUMNS columns, from `column0` on, of the 64 query rows from `row0` on.
+template <int COLUMNS>
+__device__ __forceinline__ void add_dq(const Params& p, const float (&dq_rmem)[COLUMNS / 2], int batch, int head,
+                                       int row0, int column0, int thread) {
+  const i64 first_row = ((i64)batch * p.num_heads_q + head) * p.seqlen_q + row0;
+  if (!cfg::RAGGED_D && row0 + CHUNK <= p.seqlen_q) {
+    float* block_gmem = p.dq_accum + first_row * TILE_D + (column0 / 8 * WARPGROUP + thread) * 4;
+#pragma unroll
+    for (int j = 0; j < COLUMNS / 8; j++) {
+      const float* x = dq_rmem + 4 * j;
+      red_add_v4(block_gmem + j * WARPGROUP * 4, {x[0], x[1], x[2], x[3]});
+    }
+    return;
+  }
+  // Lane pairs swap halves, so that each has four neighbours of a row: the even lane of its first, the odd of the other.
+  const int lane = thread % WARP, odd = lane & 1, row = thread / WARP * 16 + lane / 4 + odd * 8;
+  float* row_gmem = p.dq_accum + (first_row + row) * p.head_dim + column0 + lane % 4 / 2 * 4;
+#pragma unroll
+  for (int j = 0; j < COLUMNS / 8; j++) {
+    const float* x = dq_rmem + 4 * j;
+    const float got0 = __shfl_xor_sync(~0u, odd ? x[0] : x[2], 1), got1 = __shfl_xor_sync(~0u, odd ? x[1] : x[3], 1);
+    if (row0 + row < p.seqlen_q && column0 + 8 * j < p.head_dim) {
+      red_add_v4(row_gmem + 8 * j, {odd ? got0 : x[0], odd ? got1 : x[1], odd ? x[2] : got0, odd ? x[3] : got1});
+    }
+  }
+}
+
+// Multiplies ds (64 queries) with chunk C of k and those after it, and adds each product to dq. The descriptors are of
+// ds and of k as a whole; done() is called when both have been read.
+template <int C, class Done>
+__device__ __forceinline__ void add_ds_k(const Params& p, u64 ds, u64 k, int batch, int head, int row0, int thread,
+                                         Done done) {
+  constexpr int COLUMNS = TILE_D - C * CHUNK < CHUNK ? TILE_D - C * CHUNK : CHUNK;
+  float dq_rmem[COLUMNS / 2];
+  wgmma_fence();
+#pragma unroll
+  for (int s = 0; s < TILE_N / 16; s++) {
+    const u64 a = descriptor_at(ds, s * STEP_BYTES);
+    const u64 b = descriptor_at(k, C * TILE_N * CHUNK_ROW_BYTES + s * STEP_BYTES);
+    if (s) wgmma_ss<Element, COLUMNS, true, true, true>(dq_rmem, a, b);
+    else wgmma_ss<Element, COLUMNS, true, true, false>(dq_rmem, a, b);
+  }
+  wgmma_commit();
+  wgmma_wait<0>();
+  wgmma_hold(dq_rmem);
+  if constexpr (C == D_CHUNKS - 1) done();
+  add_dq<COLUMNS>(p, dq_rmem, batch, head, row0, C * CHUNK, thread);
+  if constexpr (C < D_CHUNKS - 1) add_ds_k<C + 1>(p, ds, k, batch, head, row0, thread, done);
+}
+
+// The warpgroup that computes dq: for every step, as soon as all of ds is there, ds k is added to dq.
+template <class DsFull, class Done>
+__device__ __forceinline__ void accumulate_dq(const Params& p, Element (*ds_smem)[TILE_M / CHUNK][TILE_N][CHUNK],
+                                              const Element (&k_smem)[D_CHUNKS][TILE_N][CHUNK], DsFull await_ds,
+                                              Done done, int barrier, int thread) {
+  const u64 k = descriptor_mn_major(smem_u32(k_smem), 0);
+  Ring<DS_BUFFERS> buffer;
+  for_each_step(p, [&](const Work& tile, int head, int m_block, bool, bool last) {
+    // Ordered sums: the key tiles that a query tile is visited by add to its dq from the last to the first. Among causal
+    // ones the last starts there, the one before it comes by some steps later, and so on: nobody waits long. A tile
+    // waits for tiles that find_work numbers before it, so somebody can always go on.
+    int* turn = p.semaphore + ((i64)tile.batch * p.num_heads_q + head) * p.num_m_blocks + m_block;
+    await_ds(buffer);
+    if (cfg::DETERMINISTIC) {
+      const int own = kv_range(p, m_block * TILE_M).end - 1 - tile.n_block;
+      if (thread == 0) while (ld_acquire(turn) != own) {}
+      named_barrier_sync(barrier, WARPGROUP);
+    }
+    const u64 ds = descriptor_mn_major(smem_u32(ds_smem[buffer.index]), 0);
+#pragma unroll
+    for (int c = 0; c < TILE_M / CHUNK; c++) {
+      add_ds_k<0>(p, descriptor_at(ds, c * sizeof(ds_smem[0][0])), k, tile.batch, head, m_block * TILE_M + c * CHUNK,
+                  thread, [&] {
+        if (c == TILE_M / CHUNK - 1 && thread % WARP == 0) done(buffer, last);
+      });
+    }
+    if (cfg::DETERMINISTIC) {
+      named_barrier_sync(barrier, WARPGROUP);
+      if (thread == 0) red_release_add(turn, 1);
+    }
+    buffer.advance();
+  });
+}
+
+// ---- dk and dv to global memory -------------------------------------------------------------------------------------
+
+// The warp's 16 keys of dk or dv, the first of them `row` of the tile.
+template <int COLUMNS>
+__device__ __forceinline__ void store_gradient(Element* gmem, const i64 (&stride)[4], const Work& tile, int row,
+                                               int seqlen_k, int head_dim, const float (&acc_rmem)[COLUMNS / 2],
+                                               float factor, int lane) {
+  const int key = tile.n0() + row;
+  Element* row_gmem = gmem + tile.batch * stride[0] + key * stride[1] + tile.head_kv * stride[2];
+  store_accumulator<COLUMNS>(row_gmem, stride[1], seqlen_k - key, head_dim, acc_rmem, {factor, factor}, lane);
+}

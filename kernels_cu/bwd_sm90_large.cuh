@@ -1,0 +1,249 @@
+// The Hopper backward's schedule for head_dim above 128: warpgroups divide the products (see bwd_sm90_small.cuh).
+//
+// Here dk and dv of 64 keys fill the registers of a warpgroup each, so two warpgroups share the same 64 keys, and each of
+// the five products is one warpgroup's alone. Tiles are (64 keys, 64 queries).
+//
+//   warps        0        produce tiles      k, v once a key tile; q, do by TMA
+//                1, 2     produce values     lse, delta
+//   warpgroups   1        accumulate dq      dq += ds k
+//                2        probabilities      s = k qT, pT = exp(s - lse), dv += pT do
+//                3        score gradients    dp = v doT, dsT = pT (dpT - delta), dk += dsT q
+//
+//   step j               tensor core                          other pipes
+//     probabilities      dv += pT do[j], s[j+1] = k q[j+1]T   pT[j+1] -> shared memory
+//     score gradients    dk += dsT q[j], dp[j+1] = v do[j+1]T                     dsT[j+1] -> shared memory
+//     accumulate dq      ds[j] k                                                                    dq[j] -> global
+//
+// The three run through the steps one behind the other, so that one's elements lie under the others' products. pT is
+// handed over rounded, in the order of registers.
+//
+// Shared memory (struct Smem): k, v; rings of STAGES q, lse and do, delta; two pT and two ds.
+#pragma once
+#include "bwd_sm90.cuh"
+
+namespace products_divided {
+
+constexpr int P_BUFFERS = 2;
+
+struct Smem {
+  alignas(1024) Element k[D_CHUNKS][TILE_N][CHUNK];
+  Element v[DV_CHUNKS][TILE_N][CHUNK];
+  Element q[STAGES][D_CHUNKS][TILE_M][CHUNK];
+  Element dout[STAGES][DV_CHUNKS][TILE_M][CHUNK];
+  Element ds[DS_BUFFERS][TILE_M / CHUNK][TILE_N][CHUNK];
+  u32 p[P_BUFFERS][M_STEPS][WARPGROUP][4];
+  TileValues lse[STAGES], delta[STAGES];
+  u64 k_full, v_full, kv_empty;
+  u64 q_full[STAGES], q_empty[STAGES], dout_full[STAGES], dout_empty[STAGES];  // lse comes with q, delta with do
+  u64 p_full[P_BUFFERS], p_empty[P_BUFFERS], ds_full[DS_BUFFERS], ds_empty[DS_BUFFERS];
+};
+
+enum NamedBarrier { DQ = 1 };  // the warpgroup of dq alone
+
+template <class Smem>
+__device__ __forceinline__ void produce_tiles(const Params& p, Smem& smem, int lane) {
+  Ring<STAGES> stage;
+  Ring<1> keys;
+  for_each_step(p, [&](const Work& tile, int head, int m_block, bool first, bool) {
+    const int at = stage.index, m0 = m_block * TILE_M;
+    await_as_warp(&smem.q_empty[at], stage.parity ^ 1);
+    if (lane == 0) load_tile(smem.q[at], p.tma_q, &smem.q_full[at], m0, head, tile.batch);
+    await_as_warp(&smem.dout_empty[at], stage.parity ^ 1);
+    if (lane == 0) load_tile(smem.dout[at], p.tma_dout, &smem.dout_full[at], m0, head, tile.batch);
+    stage.advance();
+    if (!first) return;
+    await_as_warp(&smem.kv_empty, keys.parity ^ 1);
+    if (lane == 0) {
+      load_tile(smem.k, p.tma_k, &smem.k_full, tile.n0(), tile.head_kv, tile.batch);
+      load_tile(smem.v, p.tma_v, &smem.v_full, tile.n0(), tile.head_kv, tile.batch);
+    }
+    keys.advance();
+  });
+}
+
+template <class Smem>
+__device__ __forceinline__ void compute_probabilities(const Params& p, Smem& smem, int lane) {
+  const int thread = threadIdx.x % WARPGROUP, warp_key = thread / WARP * WARP_KEYS;
+  const u64 k = descriptor_k_major(smem_u32(smem.k));
+  const float scale = exponent_scale(p);
+  float dv_rmem[TILE_DV / 2], s_rmem[TILE_M / 2];
+  u32 p_rmem[M_STEPS][4];
+  Ring<STAGES> stage;
+  Ring<P_BUFFERS> buffer;
+  Ring<1> keys;
+  for_each_tile(p, [&](const Work& tile) {
+    const int steps = tile.steps(p);
+#pragma unroll
+    for (int i = 0; i < TILE_DV / 2; i++) dv_rmem[i] = 0;
+    if (steps) {
+      mbarrier_wait(&smem.k_full, keys.parity);
+      keys.advance();
+      mbarrier_wait(&smem.q_full[stage.index], stage.parity);
+      wgmma_fence();
+      multiply_keys_queries<D_STEPS, TILE_N>(s_rmem, k, descriptor_k_major(smem_u32(smem.q[stage.index])));
+      wgmma_wait<0>();
+      wgmma_hold(s_rmem);
+    }
+    int m_block = tile.q_tiles.begin;
+    for (int step = 1; step <= steps; step++) {
+      const int at = stage.index;
+      const bool last = step == steps;
+      exponentiate(p, p_rmem, s_rmem, smem.lse[at], scale, m_block * TILE_M, tile.n0() + warp_key + lane / 4,
+                   tile.hides(m_block), lane);
+      mbarrier_wait(&smem.p_empty[buffer.index], buffer.parity ^ 1);
+#pragma unroll
+      for (int s = 0; s < M_STEPS; s++) st_shared_v4(smem_u32(smem.p[buffer.index][s][thread]), p_rmem[s]);
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(&smem.p_full[buffer.index]);
+      buffer.advance();
+      mbarrier_wait(&smem.dout_full[at], stage.parity);
+      stage.advance();
+
+      wgmma_hold(p_rmem);
+      wgmma_hold(dv_rmem);
+      wgmma_fence();
+      accumulate_over_queries<TILE_DV>(dv_rmem, p_rmem,
+                                       descriptor_mn_major(smem_u32(smem.dout[at]), sizeof(smem.dout[0][0])));
+      wgmma_commit();
+      if (!last) mbarrier_wait(&smem.q_full[stage.index], stage.parity);
+      multiply_keys_queries<D_STEPS, TILE_N>(s_rmem, k,
+                                             last ? k : descriptor_k_major(smem_u32(smem.q[stage.index])));
+      wgmma_wait<0>();
+      wgmma_hold(s_rmem);
+      wgmma_hold(p_rmem);
+      wgmma_hold(dv_rmem);
+      if (lane == 0) mbarrier_arrive(&smem.dout_empty[at]);
+      if (++m_block == tile.q_tiles.end) m_block = tile.q_tiles.begin;
+    }
+    if (steps && lane == 0) mbarrier_arrive(&smem.kv_empty);
+    store_gradient<TILE_DV>(p.dv, p.dv_stride, tile, warp_key, p.seqlen_k, p.head_dim_v, dv_rmem, 1.f, lane);
+  });
+}
+
+template <class Smem>
+__device__ __forceinline__ void compute_score_gradients(const Params& p, Smem& smem, int lane) {
+  const int thread = threadIdx.x % WARPGROUP, warp_key = thread / WARP * WARP_KEYS;
+  const u64 v = descriptor_k_major(smem_u32(smem.v));
+  float dk_rmem[TILE_D / 2], dp_rmem[TILE_M / 2];
+  u32 ds_rmem[M_STEPS][4];
+  Ring<STAGES> stage;
+  Ring<P_BUFFERS> p_buffer;
+  Ring<DS_BUFFERS> ds_buffer;
+  Ring<1> keys;
+  for_each_tile(p, [&](const Work& tile) {
+    const int steps = tile.steps(p);
+#pragma unroll
+    for (int i = 0; i < TILE_D / 2; i++) dk_rmem[i] = 0;
+    if (steps) {
+      mbarrier_wait(&smem.v_full, keys.parity);
+      keys.advance();
+      mbarrier_wait(&smem.dout_full[stage.index], stage.parity);
+      wgmma_fence();
+      multiply_keys_queries<DV_STEPS, TILE_N>(dp_rmem, v, descriptor_k_major(smem_u32(smem.dout[stage.index])));
+      wgmma_wait<0>();
+      wgmma_hold(dp_rmem);
+      if (lane == 0) mbarrier_arrive(&smem.dout_empty[stage.index]);
+    }
+    for (int step = 1; step <= steps; step++) {
+      const int at = stage.index;
+      const bool last = step == steps;
+      mbarrier_wait(&smem.p_full[p_buffer.index], p_buffer.parity);
+#pragma unroll
+      for (int s = 0; s < M_STEPS; s++) {
+        const RowValues delta = smem.delta[at][s][lane % 4];
+        u32 p_rmem[4];
+        ld_shared_v4(p_rmem, smem_u32(smem.p[p_buffer.index][s][thread]));
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const Pair x = unpack2(p_rmem[i]);
+          const float* dp = dp_rmem + 8 * s + 2 * i;
+          ds_rmem[s][i] = pack2<Element>(x.first * (dp[0] - delta.x[i / 2][0]), x.second * (dp[1] - delta.x[i / 2][1]));
+        }
+      }
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(&smem.p_empty[p_buffer.index]);
+      p_buffer.advance();
+      mbarrier_wait(&smem.ds_empty[ds_buffer.index], ds_buffer.parity ^ 1);
+      store_ds(smem.ds[ds_buffer.index], ds_rmem, warp_key, lane);
+      fence_proxy_async_shared();
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(&smem.ds_full[ds_buffer.index]);
+      ds_buffer.advance();
+      stage.advance();
+
+      wgmma_hold(ds_rmem);
+      wgmma_hold(dk_rmem);
+      wgmma_fence();
+      accumulate_over_queries<TILE_D>(dk_rmem, ds_rmem,
+                                      descriptor_mn_major(smem_u32(smem.q[at]), sizeof(smem.q[0][0])));
+      wgmma_commit();
+      if (!last) mbarrier_wait(&smem.dout_full[stage.index], stage.parity);
+      multiply_keys_queries<DV_STEPS, TILE_N>(dp_rmem, v,
+                                              last ? v : descriptor_k_major(smem_u32(smem.dout[stage.index])));
+      wgmma_wait<0>();
+      wgmma_hold(dp_rmem);
+      wgmma_hold(ds_rmem);
+      wgmma_hold(dk_rmem);
+      if (lane == 0) {
+        mbarrier_arrive(&smem.q_empty[at]);
+        if (!last) mbarrier_arrive(&smem.dout_empty[stage.index]);
+      }
+    }
+    if (steps && lane == 0) mbarrier_arrive(&smem.kv_empty);
+    store_gradient<TILE_D>(p.dk, p.dk_stride, tile, warp_key, p.seqlen_k, p.head_dim, dk_rmem, p.softmax_scale, lane);
+  });
+}
+
+template <class Smem> __device__ __forceinline__ void run(const Params& p, Smem& smem) {
+  static_assert(sizeof(Smem) && TILE_M == CHUNK && TILE_N == WG_KEYS && cfg::NUM_THREADS == 4 * WARPGROUP);
+  const int warp = uniform(threadIdx.x / WARP), warpgroup = warp / WG_WARPS, lane = threadIdx.x % WARP;
+  if (threadIdx.x == 0) {
+    mbarrier_init(&smem.k_full, 1);
+    mbarrier_init(&smem.v_full, 1);
+    mbarrier_init(&smem.kv_empty, 3 * WG_WARPS);
+    for (int i = 0; i < STAGES; i++) {
+      mbarrier_init(&smem.q_full[i], 2);
+      mbarrier_init(&smem.q_empty[i], WG_WARPS);
+      mbarrier_init(&smem.dout_full[i], 2);
+      mbarrier_init(&smem.dout_empty[i], 2 * WG_WARPS);
+    }
+    for (int i = 0; i < P_BUFFERS; i++) {
+      mbarrier_init(&smem.p_full[i], WG_WARPS);
+      mbarrier_init(&smem.p_empty[i], WG_WARPS);
+    }
+    for (int i = 0; i < DS_BUFFERS; i++) {
+      mbarrier_init(&smem.ds_full[i], WG_WARPS);
+      mbarrier_init(&smem.ds_empty[i], WG_WARPS);
+    }
+    mbarrier_init_fence();
+  }
+  __syncthreads();
+  if (warpgroup == 0) {
+    setmaxnreg_dec<cfg::PRODUCER_REGISTERS>();
+    auto await = [&](const Ring<STAGES>& stage) {  // lse and delta are read by different warpgroups, late in a step
+      mbarrier_wait(&smem.q_empty[stage.index], stage.parity ^ 1);
+      mbarrier_wait(&smem.dout_empty[stage.index], stage.parity ^ 1);
+    };
+    auto arrive_with_q = [&](int stage) { mbarrier_arrive(&smem.q_full[stage]); };
+    auto arrive_with_dout = [&](int stage) { mbarrier_arrive(&smem.dout_full[stage]); };
+    if (warp == 0) produce_tiles(p, smem, lane);
+    else if (warp == 1) produce_lse(p, smem.lse, await, arrive_with_q, lane);
+    else if (warp == 2) produce_delta(p, smem.delta, await, arrive_with_dout, lane);
+  } else if (warpgroup == 1) {
+    setmaxnreg_dec<cfg::DQ_REGISTERS>();
+    auto await_ds = [&](const Ring<DS_BUFFERS>& ds) { mbarrier_wait(&smem.ds_full[ds.index], ds.parity); };
+    auto done = [&](const Ring<DS_BUFFERS>& ds, bool last) {
+      mbarrier_arrive(&smem.ds_empty[ds.index]);
+      if (last) mbarrier_arrive(&smem.kv_empty);
+    };
+    accumulate_dq(p, smem.ds, smem.k, await_ds, done, DQ, threadIdx.x % WARPGROUP);
+  } else if (warpgroup == 2) {
+    setmaxnreg_inc<cfg::CONSUMER_REGISTERS>();
+    compute_probabilities(p, smem, lane);
+  } else {
+    setmaxnreg_inc<cfg::CONSUMER_REGISTERS>();
+    compute_score_gradients(p, smem, lane);
+  }
+}
+
+}  // namespace products_divided

@@ -1,0 +1,220 @@
+// The Hopper backward's schedule for head_dim up to 128: consumers divide the keys.
+//
+//              queries ->   tile (TILE_M)         Scores are computed transposed, keys as the rows of the products: as
+//            +-----------+-----------+            they lie, the accumulators of pT and dsT are the operands a of dv and
+//   keys     |           | pT  |     |   TILE_N   dk. A consumer owns 64 keys, all queries. Only ds goes through shared
+//            +-----------+-----------+            memory: dq sums over the keys of all consumers.
+//
+//   warps        0        produce tiles    k, v once a key tile; q, do, as far ahead as the ring reaches, by TMA
+//                1, 2     produce values   lse, delta
+//   warpgroups   1        accumulate dq    dq += ds k, straight from registers to global memory, at its own pace: its
+//                                          products and adds fill what the consumers leave of tensor cores and time
+//                2..      consume          everything else
+//
+//   step j of a consumer
+//     tensor core   dp = v do[j]T | dv += pT do[j]          | dk += dsT q[j], s[j+1] = k q[j+1]T | (others)
+//     other pipes                 | dsT = pT (dpT - delta)  |                                    | pT[j+1] = exp(...)
+//
+// No product is in flight from one step to the next, and all code of a step is straight: else the assembler serialises.
+// So the last step also multiplies, for nothing. p is rounded before dsT, and dsT takes the registers of pT once dv is
+// done: dk, dv, one score tile and one operand are what registers hold.
+//
+// Shared memory (struct Smem): k, v; a ring of STAGES q, do, lse, delta; two ds. Each buffer has a "full" and an "empty"
+// mbarrier; `empty` is of a whole stage.
+#pragma once
+#include "bwd_sm90.cuh"
+
+namespace keys_divided {
+
+constexpr int CONSUMERS = TILE_N / WG_KEYS;
+
+struct Smem {
+  alignas(1024) Element k[D_CHUNKS][TILE_N][CHUNK];
+  Element v[DV_CHUNKS][TILE_N][CHUNK];
+  Element q[STAGES][D_CHUNKS][TILE_M][CHUNK];
+  Element dout[STAGES][DV_CHUNKS][TILE_M][CHUNK];
+  Element ds[DS_BUFFERS][TILE_M / CHUNK][TILE_N][CHUNK];
+  TileValues lse[STAGES], delta[STAGES];
+  u64 k_full, k_empty, v_full, v_empty;
+  u64 q_full[STAGES], dout_full[STAGES], empty[STAGES];  // lse and delta arrive with do
+  u64 ds_full[DS_BUFFERS], ds_empty[DS_BUFFERS];
+};
+
+// Named barriers. DQ: the warpgroup of dq alone. TURN + c: consumer c's turn to start its second products.
+enum NamedBarrier { DQ = 1, TURN = 2 };
+constexpr int TURN_THREADS = CONSUMERS * WARPGROUP;
+
+template <class Smem>
+__device__ __forceinline__ void produce_tiles(const Params& p, Smem& smem, int lane) {
+  Ring<STAGES> stage;
+  Ring<1> keys;
+  for_each_step(p, [&](const Work& tile, int head, int m_block, bool first, bool) {
+    const int at = stage.index;
+    await_as_warp(&smem.empty[at], stage.parity ^ 1);
+    if (lane == 0) {
+      load_tile(smem.q[at], p.tma_q, &smem.q_full[at], m_block * TILE_M, head, tile.batch);
+      load_tile(smem.dout[at], p.tma_dout, &smem.dout_full[at], m_block * TILE_M, head, tile.batch);
+    }
+    stage.advance();
+    if (!first) return;
+    await_as_warp(&smem.v_empty, keys.parity ^ 1);
+    if (lane == 0) load_tile(smem.v, p.tma_v, &smem.v_full, tile.n0(), tile.head_kv, tile.batch);
+    await_as_warp(&smem.k_empty, keys.parity ^ 1);
+    if (lane == 0) load_tile(smem.k, p.tma_k, &smem.k_full, tile.n0(), tile.head_kv, tile.batch);
+    keys.advance();
+  });
+}
+
+template <class Smem>
+__device__ __forceinline__ void consume(const Params& p, Smem& smem, int consumer, int lane) {
+  const int warp = threadIdx.x / WARP % WG_WARPS, warp_key = consumer * WG_KEYS + warp * WARP_KEYS;
+  const u64 k = descriptor_k_major(smem_u32(smem.k) + consumer * WG_KEYS * CHUNK_ROW_BYTES);
+  const u64 v = descriptor_k_major(smem_u32(smem.v) + consumer * WG_KEYS * CHUNK_ROW_BYTES);
+  const float scale = exponent_scale(p);
+  float dk_rmem[TILE_D / 2], dv_rmem[TILE_DV / 2], s_rmem[TILE_M / 2], dp_rmem[TILE_M / 2];
+  u32 a_rmem[M_STEPS][4];  // pT, then dsT
+  Ring<STAGES> stage;
+  Ring<DS_BUFFERS> buffer;
+  Ring<1> keys;
+
+  auto multiply_scores = [&](int at) {
+    multiply_keys_queries<D_STEPS, TILE_N>(s_rmem, k, descriptor_k_major(smem_u32(smem.q[at])));
+  };
+  auto multiply_dp_and_dv = [&](int at) {
+    wgmma_hold(a_rmem);
+    wgmma_hold(dv_rmem);
+    wgmma_fence();
+    multiply_keys_queries<DV_STEPS, TILE_N>(dp_rmem, v, descriptor_k_major(smem_u32(smem.dout[at])));
+    accumulate_over_queries<TILE_DV>(dv_rmem, a_rmem,
+                                     descriptor_mn_major(smem_u32(smem.dout[at]), sizeof(smem.dout[0][0])));
+    wgmma_commit();
+  };
+  auto make_ds = [&](int at) {  // in dp_rmem
+#pragma unroll
+    for (int s = 0; s < M_STEPS; s++) {
+      const RowValues delta = smem.delta[at][s][lane % 4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const Pair x = unpack2(a_rmem[s][i]);
+        float* dp = dp_rmem + 8 * s + 2 * i;
+        dp[0] = x.first * (dp[0] - delta.x[i / 2][0]);
+        dp[1] = x.second * (dp[1] - delta.x[i / 2][1]);
+      }
+    }
+  };
+  auto round_ds = [&] {
+#pragma unroll
+    for (int s = 0; s < M_STEPS; s++) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) a_rmem[s][i] = pack2<Element>(dp_rmem[8 * s + 2 * i], dp_rmem[8 * s + 2 * i + 1]);
+    }
+  };
+
+  for_each_tile(p, [&](const Work& tile) {
+    const int steps = tile.steps(p);
+#pragma unroll
+    for (int i = 0; i < TILE_D / 2; i++) dk_rmem[i] = 0;
+#pragma unroll
+    for (int i = 0; i < TILE_DV / 2; i++) dv_rmem[i] = 0;
+    if (steps) {
+      mbarrier_wait(&smem.k_full, keys.parity);
+      mbarrier_wait(&smem.q_full[stage.index], stage.parity);
+      wgmma_fence();
+      multiply_scores(stage.index);
+      wgmma_wait<0>();
+      wgmma_hold(s_rmem);
+      mbarrier_wait(&smem.v_full, keys.parity);
+      keys.advance();
+    }
+    int m_block = tile.q_tiles.begin;
+    for (int step = 1; step <= steps; step++) {
+      const int at = stage.index;
+      const bool last = step == steps;
+      mbarrier_wait(&smem.dout_full[at], stage.parity);
+      exponentiate(p, a_rmem, s_rmem, smem.lse[at], scale, m_block * TILE_M, tile.n0() + warp_key + lane / 4,
+                   tile.hides(m_block), lane);
+      multiply_dp_and_dv(at);
+      wgmma_wait<1>();
+      wgmma_hold(dp_rmem);
+      if (last && lane == 0) mbarrier_arrive(&smem.v_empty);
+      make_ds(at);
+      mbarrier_wait(&smem.ds_empty[buffer.index], buffer.parity ^ 1);
+      wgmma_wait<0>();
+      wgmma_hold(a_rmem);
+      wgmma_hold(dv_rmem);
+      wgmma_hold(dp_rmem);
+      round_ds();
+      store_ds(smem.ds[buffer.index], a_rmem, warp_key, lane);
+      fence_proxy_async_shared();
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(&smem.ds_full[buffer.index]);
+      buffer.advance();
+      stage.advance();
+
+      if constexpr (cfg::PING_PONG > 0) named_barrier_sync(TURN + consumer, TURN_THREADS);
+      wgmma_hold(a_rmem);
+      wgmma_hold(dk_rmem);
+      wgmma_fence();
+      accumulate_over_queries<TILE_D>(dk_rmem, a_rmem,
+                                      descriptor_mn_major(smem_u32(smem.q[at]), sizeof(smem.q[0][0])));
+      wgmma_commit();
+      if (!last) mbarrier_wait(&smem.q_full[stage.index], stage.parity);
+      multiply_scores(last ? at : stage.index);
+      if constexpr (cfg::PING_PONG == 1) named_barrier_arrive(TURN + (consumer + 1) % CONSUMERS, TURN_THREADS);
+      wgmma_wait<0>();
+      wgmma_hold(s_rmem);
+      wgmma_hold(a_rmem);
+      wgmma_hold(dk_rmem);
+      if constexpr (cfg::PING_PONG == 2) named_barrier_arrive(TURN + (consumer + 1) % CONSUMERS, TURN_THREADS);
+      if (lane == 0) mbarrier_arrive(&smem.empty[at]);
+      if (++m_block == tile.q_tiles.end) m_block = tile.q_tiles.begin;
+    }
+    if (steps && lane == 0) mbarrier_arrive(&smem.k_empty);
+    store_gradient<TILE_DV>(p.dv, p.dv_stride, tile, warp_key, p.seqlen_k, p.head_dim_v, dv_rmem, 1.f, lane);
+    store_gradient<TILE_D>(p.dk, p.dk_stride, tile, warp_key, p.seqlen_k, p.head_dim, dk_rmem, p.softmax_scale, lane);
+  });
+}
+
+template <class Smem> __device__ __forceinline__ void run(const Params& p, Smem& smem) {
+  static_assert(sizeof(Smem) && cfg::NUM_THREADS == (CONSUMERS + 2) * WARPGROUP);
+  const int warp = uniform(threadIdx.x / WARP), warpgroup = warp / WG_WARPS, lane = threadIdx.x % WARP;
+  if (threadIdx.x == 0) {
+    mbarrier_init(&smem.k_full, 1);
+    mbarrier_init(&smem.k_empty, (CONSUMERS + 1) * WG_WARPS);
+    mbarrier_init(&smem.v_full, 1);
+    mbarrier_init(&smem.v_empty, CONSUMERS * WG_WARPS);
+    for (int i = 0; i < STAGES; i++) {
+      mbarrier_init(&smem.q_full[i], 1);
+      mbarrier_init(&smem.dout_full[i], 3);
+      mbarrier_init(&smem.empty[i], CONSUMERS * WG_WARPS);
+    }
+    for (int i = 0; i < DS_BUFFERS; i++) {
+      mbarrier_init(&smem.ds_full[i], CONSUMERS * WG_WARPS);
+      mbarrier_init(&smem.ds_empty[i], WG_WARPS);
+    }
+    mbarrier_init_fence();
+  }
+  __syncthreads();
+  if (warpgroup == 0) {
+    setmaxnreg_dec<cfg::PRODUCER_REGISTERS>();
+    auto await = [&](const Ring<STAGES>& stage) { mbarrier_wait(&smem.empty[stage.index], stage.parity ^ 1); };
+    auto arrive = [&](int stage) { mbarrier_arrive(&smem.dout_full[stage]); };
+    if (warp == 0) produce_tiles(p, smem, lane);
+    else if (warp == 1) produce_lse(p, smem.lse, await, arrive, lane);
+    else if (warp == 2) produce_delta(p, smem.delta, await, arrive, lane);
+  } else if (warpgroup == 1) {
+    setmaxnreg_dec<cfg::DQ_REGISTERS>();
+    auto await_ds = [&](const Ring<DS_BUFFERS>& ds) { mbarrier_wait(&smem.ds_full[ds.index], ds.parity); };
+    auto done = [&](const Ring<DS_BUFFERS>& ds, bool last) {
+      mbarrier_arrive(&smem.ds_empty[ds.index]);
+      if (last) mbarrier_arrive(&smem.k_empty);
+    };
+    accumulate_dq(p, smem.ds, smem.k, await_ds, done, DQ, threadIdx.x % WARPGROUP);
+  } else {
+    setmaxnreg_inc<cfg::CONSUMER_REGISTERS>();
+    if (cfg::PING_PONG > 0 && warpgroup == CONSUMERS + 1) named_barrier_arrive(TURN, TURN_THREADS);
+    consume(p, smem, warpgroup - 2, lane);
+  }
+}
+
+}  // namespace keys_divided
