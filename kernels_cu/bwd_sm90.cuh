@@ -14,11 +14,6 @@ constexpr int WG_WARPS = WARPGROUP / WARP, WG_KEYS = 64, WARP_KEYS = WG_KEYS / W
 constexpr u32 STEP_BYTES = 16 * CHUNK_ROW_BYTES;  // 16 rows of a chunk: a step of a sum down the rows
 constexpr int DS_BUFFERS = 2;
 
-template <bool VALUE> struct Bool { static constexpr bool value = VALUE; };
-
-// A value that all lanes of a warp share, so that the compiler knows: it then takes a uniform register.
-__device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
-
 struct Pair { float first, second; };
 __device__ __forceinline__ Pair unpack2(u32 x) {
   return {to_real(Element{(unsigned short)x}), to_real(Element{(unsigned short)(x >> 16)})};

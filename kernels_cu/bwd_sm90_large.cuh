@@ -106,6 +106,7 @@ __device__ __forceinline__ void compute_probabilities(const Params& p, Smem& sme
                                        descriptor_mn_major(smem_u32(smem.dout[at]), sizeof(smem.dout[0][0])));
       wgmma_commit();
       if (!last) mbarrier_wait(&smem.q_full[stage.index], stage.parity);
+      wgmma_fence();
       multiply_keys_queries<D_STEPS, TILE_N>(s_rmem, k,
                                              last ? k : descriptor_k_major(smem_u32(smem.q[stage.index])));
       wgmma_wait<0>();
@@ -178,6 +179,7 @@ __device__ __forceinline__ void compute_score_gradients(const Params& p, Smem& s
                                       descriptor_mn_major(smem_u32(smem.q[at]), sizeof(smem.q[0][0])));
       wgmma_commit();
       if (!last) mbarrier_wait(&smem.dout_full[stage.index], stage.parity);
+      wgmma_fence();
       multiply_keys_queries<DV_STEPS, TILE_N>(dp_rmem, v,
                                               last ? v : descriptor_k_major(smem_u32(smem.dout[stage.index])));
       wgmma_wait<0>();

@@ -159,6 +159,7 @@ __device__ __forceinline__ void consume(const Params& p, Smem& smem, int consume
                                       descriptor_mn_major(smem_u32(smem.q[at]), sizeof(smem.q[0][0])));
       wgmma_commit();
       if (!last) mbarrier_wait(&smem.q_full[stage.index], stage.parity);
+      wgmma_fence();
       multiply_scores(last ? at : stage.index);
       if constexpr (cfg::PING_PONG == 1) named_barrier_arrive(TURN + (consumer + 1) % CONSUMERS, TURN_THREADS);
       wgmma_wait<0>();
