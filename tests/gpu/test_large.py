@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import pytest
 from cases import LARGE_CASES, numpy_dtype
 from runs import cp
+from variants import every
 
 import pyflash
-from pyflash import reference
+from pyflash import debug, reference
+from pyflash.device import present
+from pyflash.explain import tile_row
+from pyflash.problem import Problem
+from pyflash.tiles import FAMILIES, KERNELS
 
-BOUNDS = {"float16": 6e-3, "bfloat16": 4e-2, "float32": 1e-5}  # relative to the largest entry
+BOUNDS = {"float16": 6e-3, "bfloat16": 4e-2, "float32": 1e-5, "float64": 1e-12}  # relative to the largest entry
 
 
 def random(shape: tuple[int, ...], dtype: str, seed: int):
@@ -57,14 +64,14 @@ def test_offsets_past_32_bits(dtype):
     needs_memory(1.1 * 2 * 3 * 2**30 * itemsize)
     shape, strides = (1, 4, 1, 64), (itemsize, 2**30 * itemsize, itemsize, itemsize)
 
-    def spread(memory, place: int):
+    def placed(memory, place: int):
         return cp.ndarray(shape, dtype, memory.data + 256 * place * itemsize, strides)
 
     inputs, outputs = (cp.empty(3 * 2**30 + 1024, dtype) for _ in range(2))
-    q, k, v = (spread(inputs, place) for place in range(3))
+    q, k, v = (placed(inputs, place) for place in range(3))
     for seed, array in enumerate((q, k, v)):
         array[...] = random(shape, dtype, seed)
-    out = spread(outputs, 0)
+    out = placed(outputs, 0)
     result, lse = pyflash.flash_attention(q, k, v, causal=True, return_lse=True, out=out)
     host = [cp.asnumpy(a) for a in (q, k, v)]
     close(result, reference.attention(*host, causal=True)[0], dtype)
@@ -73,8 +80,43 @@ def test_offsets_past_32_bits(dtype):
         close(got, want, dtype)
 
 
+def spread(extent: int) -> list[int]:
+    """Places at both ends, around the edges of tiles, and between."""
+    places = (0, 1, 63, 64, 127, 128, 129, 4095, extent // 3, extent // 2, extent - 130, extent - 2, extent - 1)
+    return sorted({place for place in places if 0 <= place < extent})
+
+
+def check_places(arrays, results, head: int, causal: bool, dtype: str, scale: float) -> None:
+    """Some queries and keys of one head of the first batch, computed again in float64 from all that they see."""
+    q, k, v, dout = arrays
+    out, lse, dq, dk, dv = results
+    group = q.shape[2] // k.shape[2]
+    assert group == 1, "the gradients of a key are those of one query head"
+    qh, kh, vh, dh, oh = (cp.asnumpy(a[0, :, head]).astype(np.float64) for a in (q, k, v, dout, out))
+    shift = len(kh) - len(qh) if causal else len(kh)
+
+    rows = spread(len(qh))
+    seen = np.arange(len(kh)) <= np.array(rows)[:, None] + shift
+    s = np.where(seen, scale * qh[rows] @ kh.T, -np.inf)
+    top = s.max(1)
+    expected_lse = np.log(np.exp(s - top[:, None]).sum(1)) + top
+    p = np.exp(s - expected_lse[:, None])
+    delta = (dh[rows] * (p @ vh)).sum(1, keepdims=True)
+    np.testing.assert_allclose(cp.asnumpy(lse[0, head])[rows], expected_lse, rtol=1e-5, atol=1e-5)
+    close(out[0, :, head][rows], p @ vh, dtype)
+    close(dq[0, :, head][rows], scale * (p * (dh[rows] @ vh.T - delta)) @ kh, dtype)
+
+    keys = spread(len(kh))
+    seen = np.array(keys) <= np.arange(len(qh))[:, None] + shift
+    s = np.where(seen, scale * qh @ kh[keys].T, -np.inf)
+    p = np.exp(s - cp.asnumpy(lse[0, head]).astype(np.float64)[:, None])
+    delta = (dh * oh).sum(1, keepdims=True)
+    close(dv[0, :, head][keys], p.T @ dh, dtype)
+    close(dk[0, :, head][keys], scale * (p * (dh @ vh[keys].T - delta)).T @ qh, dtype)
+
+
 def test_131072_tokens():
-    """Forward and backward, each query and key that is looked at computed again in float64 from its whole row."""
+    """Forward and backward, within the memory that the README promises."""
     seqlen, heads, dim, dtype = 131072, 8, 128, "bfloat16"
     q, k, v, dout = (random((1, seqlen, heads, dim), dtype, seed) for seed in range(4))
     pool = cp.get_default_memory_pool()
@@ -85,22 +127,37 @@ def test_131072_tokens():
     cp.cuda.Device().synchronize()
     assert pool.total_bytes() - before <= 7.5 * q.nbytes, "four results like q, lse, and three times q between"
 
-    head, scale = 5, dim**-0.5
-    rows = [0, 1, 63, 64, 127, 128, 4095, 65536, 131000, seqlen - 1]
-    qh, kh, vh, dh, oh = (cp.asnumpy(a[0, :, head]).astype(np.float64) for a in (q, k, v, dout, out))
-    s = scale * qh[rows] @ kh.T
-    s[np.arange(seqlen) > np.array(rows)[:, None]] = -np.inf
-    expected_lse = np.log(np.exp(s - s.max(1, keepdims=True)).sum(1)) + s.max(1)
-    p = np.exp(s - expected_lse[:, None])
-    np.testing.assert_allclose(cp.asnumpy(lse[0, head])[rows], expected_lse, rtol=1e-5, atol=1e-5)
-    close(out[0, :, head][rows], p @ vh, dtype)
-    delta = (dh[rows] * (p @ vh)).sum(1, keepdims=True)
-    close(dq[0, :, head][rows], scale * (p * (dh[rows] @ vh.T - delta)) @ kh, dtype)
+    check_places((q, k, v, dout), (out, lse, dq, dk, dv), 5, True, dtype, dim**-0.5)
 
-    keys = [0, 1, 63, 64, 65535, 131000, seqlen - 1]
-    s = scale * qh @ kh[keys].T
-    s[np.arange(seqlen)[:, None] < np.array(keys)] = -np.inf
-    p = np.exp(s - cp.asnumpy(lse[0, head]).astype(np.float64)[:, None])
-    delta = (dh * oh).sum(1, keepdims=True)
-    close(dv[0, :, head][keys], p.T @ dh, dtype)
-    close(dk[0, :, head][keys], scale * (p * (dh @ vh[keys].T - delta)).T @ qh, dtype)
+
+@cache
+def variants_here() -> dict[tuple, Problem]:
+    """For each tile row that this GPU uses, a problem that uses it: the plainest that the planner gives it to."""
+    rows: dict[tuple, Problem] = {}
+    for variant in every([present(0)]):
+        rows.setdefault(variant.row, variant.problem)
+    return rows
+
+
+ROWS = [(name, row) for name, kernel in KERNELS.items() for row in kernel.rows if name.startswith(("fwd_", "bwd_s"))]
+
+
+@pytest.mark.parametrize("kernel, row", ROWS, ids=[f"{name}-{KERNELS[name].rows.index(row)}" for name, row in ROWS])
+def test_every_tile_row(kernel, row):
+    """Rows that serve long sequences alone, and others, at a length that is no multiple of any tile."""
+    problem = variants_here().get((kernel, row))
+    if problem is None:
+        pytest.skip("this GPU never uses it")
+    dtype, causal, seqlen_q = problem.dtype.name, bool(problem.option("causal")), problem.seqlen_q + 57
+    seqlen_k = max(seqlen_q, 757)
+    extents = [(seqlen_q, problem.head_dim), (seqlen_k, problem.head_dim), (seqlen_k, problem.head_dim_v)]
+    q, k, v = (random((1, seqlen, 2, width), dtype, seed) for seed, (seqlen, width) in enumerate(extents))
+    dout = random((1, seqlen_q, 2, problem.head_dim_v), dtype, 3)
+    options = {"causal": causal, "softmax_scale": problem.softmax_scale}
+    family, backward = kernel.rpartition("_")[2], {"deterministic": problem.deterministic}
+    with debug.families(family, *(other for other in FAMILIES if other != family)):
+        plan = pyflash.explain(q, k, v, backward=kernel.startswith("bwd"), **backward, **options).plan
+        assert row in map(tile_row, plan.launches)
+        out, lse = pyflash.flash_attention(q, k, v, return_lse=True, **options)
+        gradients = pyflash.flash_attention_backward(dout, q, k, v, out, lse, **backward, **options)
+    check_places((q, k, v, dout), (out, lse, *gradients), 1, causal, dtype, problem.softmax_scale)

@@ -13,15 +13,17 @@ from pyflash.errors import Unsupported
 from pyflash.explain import tile_row
 from pyflash.plan import Launch, plan
 from pyflash.problem import Problem
-from pyflash.tiles import FAMILIES, KERNELS
+from pyflash.tiles import FAMILIES, KERNELS, Kernel, Row
 
 
 @dataclass(frozen=True)
 class Variant:
     launch: Launch
     device: Device
+    problem: Problem
     name: str
-    traits: frozenset[tuple]  # what a covering choice must meet
+    row: tuple[str, Row]  # kernel and tile row
+    traits: frozenset[tuple]  # of the row: what a covering choice must meet
 
     @property
     def arch(self) -> str:
@@ -29,9 +31,8 @@ class Variant:
         return f"sm_{self.device.arch}{specific}"
 
 
-def _devices() -> list[Device]:
-    """One GPU of each compute capability."""
-    return list({device.capability: device for device in KNOWN.values()}.values())
+# One GPU of each compute capability.
+DEVICES = list({device.capability: device for device in KNOWN.values()}.values())
 
 
 def _head_dims(family: str) -> list[tuple[int, int]]:
@@ -42,16 +43,23 @@ def _head_dims(family: str) -> list[tuple[int, int]]:
     return [
         pair
         for end, before in steps
-        for pair in ((end, end), (end - 8, end - 8), (end, before + 16), (before + 16, end))
+        for pair in ((end, end), (end - 8, end - 8), (end, before or 16), (before + 16, end))
     ]
+
+
+def _seqlens(family: str) -> list[int]:
+    """A few queries, and the least for each row that wants more."""
+    kernels = [KERNELS[name] for name in (f"fwd_{family}", f"bwd_{family}") if name in KERNELS]
+    return sorted({64, *(row.min_seqlen_q for kernel in kernels for row in kernel.rows)} - {0})
 
 
 def _problems(family: str) -> Iterable[Problem]:
     dtypes = sorted({d for name in (f"fwd_{family}", f"bwd_{family}") if name in KERNELS for d in KERNELS[name].dtypes})
-    for (dim, dim_v), dtype, causal, narrow, scale in itertools.product(
-        _head_dims(family), dtypes, (False, True), (False, True), (None, -1.0)
+    for (dim, dim_v), dtype, causal, narrow, scale, seqlen in itertools.product(
+        _head_dims(family), dtypes, (False, True), (False, True), (None, -1.0), _seqlens(family)
     ):
         call = {"head_dim": dim, "head_dim_v": dim_v, "dtype": dtype, "causal": causal, "softmax_scale": scale}
+        call["seqlen_q"] = seqlen
         yield example(**call, narrow=("q", "k", "v", "o") if narrow else ())
         inputs = ("q", "k", "v", "dout", "o") if narrow else ()
         for deterministic in (False, True):
@@ -64,18 +72,22 @@ def _variant(launch: Launch, device: Device, problem: Problem) -> Variant:
     dims = f"{cfg['TILE_D']}x{cfg['TILE_DV']}"
     tile = f"{cfg['TILE_M']}x{cfg['TILE_N']}"
     name = f"{launch.kernel}-sm{device.arch}-{cfg['Element']}-{tile}-d{dims}-{'-'.join(flags).lower()}"
-    row = (launch.kernel, tile_row(launch))
     features = [(name, value) for name, value in cfg.items() if isinstance(value, bool) or name == "Element"]
     order = (problem.head_dim > problem.head_dim_v) - (problem.head_dim < problem.head_dim_v)
-    traits = {(*row, *trait) for trait in (*features, ("arch", device.arch), ("head_dim to head_dim_v", order))}
-    return Variant(launch, device, name, frozenset(traits))
+    traits = frozenset((*features, ("arch", device.arch), ("head_dim to head_dim_v", order)))
+    return Variant(launch, device, problem, name, (launch.kernel, tile_row(launch)), traits)
 
 
-def every() -> list[Variant]:
+def _serves(kernel: Kernel, device: Device) -> bool:
+    return kernel.only_capability in (None, device.capability) and device.capability >= kernel.min_capability
+
+
+def every(devices: Iterable[Device] = DEVICES) -> list[Variant]:
     """The whole cross product, each program once."""
     found: dict[tuple, Variant] = {}
     for family in FAMILIES:
-        for problem, device in itertools.product(_problems(family), _devices()):
+        able = [d for d in devices if f"fwd_{family}" in KERNELS and _serves(KERNELS[f"fwd_{family}"], d)]
+        for problem, device in itertools.product(_problems(family) if able else (), able):
             try:
                 launches = plan(problem, device, families=(family,)).launches
             except Unsupported:
@@ -88,10 +100,14 @@ def every() -> list[Variant]:
 
 
 def covering(variants: list[Variant]) -> list[Variant]:
-    """A few variants that between them have every trait of all: greedily the one with the most new traits."""
-    missing, chosen = set().union(*(v.traits for v in variants)), []
-    while missing:
-        best = max(variants, key=lambda v: len(v.traits & missing))
-        chosen.append(best)
-        missing -= best.traits
+    """A few variants that between them have every trait of all: greedily, in each row, the one with most new traits."""
+    rows: dict[tuple, list[Variant]] = {}
+    for variant in variants:
+        rows.setdefault(variant.row, []).append(variant)
+    chosen = []
+    for candidates in rows.values():
+        missing = set().union(*(v.traits for v in candidates))
+        while missing:
+            chosen.append(max(candidates, key=lambda v: len(v.traits & missing)))
+            missing -= chosen[-1].traits
     return sorted(chosen, key=lambda v: v.name)
