@@ -20,6 +20,15 @@ template <class Element> __device__ __forceinline__ u32 pack2(float lo, float hi
 template <> __device__ __forceinline__ u32 pack2<bf16>(float lo, float hi) { return cvt_rn_bf16x2(lo, hi); }
 template <> __device__ __forceinline__ u32 pack2<fp16>(float lo, float hi) { return cvt_rn_f16x2(lo, hi); }
 
+// Nonzero if one of a pair of elements is inf or NaN: its exponent is all ones, so adding 1 to that carries out.
+template <class Element> __device__ __forceinline__ u32 nonfinite(u32 pair);
+template <> __device__ __forceinline__ u32 nonfinite<bf16>(u32 pair) {
+  return ((pair & 0x7fff7fff) + 0x00800080) & 0x80008000;
+}
+template <> __device__ __forceinline__ u32 nonfinite<fp16>(u32 pair) {
+  return ((pair & 0x7fff7fff) + 0x04000400) & 0x80008000;
+}
+
 template <class Element> struct Dtype {
   using Real = float;  // what it is computed in
   static __device__ __forceinline__ Element from_real(float x) {

@@ -26,6 +26,8 @@ __device__ __forceinline__ TileRange kv_range(const Params& p, int m0, int rows 
 
 // Whether kv_range depends on the rows. If not, all warps of a query tile walk the same key tiles.
 constexpr bool ROWS_DIFFER = cfg::CAUSAL;
+// Whether a key that exists may be hidden from some row.
+constexpr bool HIDES_KEYS = cfg::CAUSAL;
 
 // The query tiles that the key rows [n0, n0 + TILE_N) visit. Query rows past seqlen_q count as visible: the kernels
 // give them lse = +inf, so that p = exp(s - lse) is 0 there without a predicate.

@@ -23,15 +23,6 @@ template <int COLS> struct Swizzle {
   }
 };
 
-// Nonzero if one of a pair of elements is inf or NaN: its exponent is all ones, so adding 1 to that carries out.
-template <class Element> __device__ __forceinline__ u32 nonfinite(u32 pair);
-template <> __device__ __forceinline__ u32 nonfinite<bf16>(u32 pair) {
-  return ((pair & 0x7fff7fff) + 0x00800080) & 0x80008000;
-}
-template <> __device__ __forceinline__ u32 nonfinite<fp16>(u32 pair) {
-  return ((pair & 0x7fff7fff) + 0x04000400) & 0x80008000;
-}
-
 // Multiplies a pair of elements, in float.
 template <class Element> __device__ __forceinline__ void scale2(u32& pair, float factor) {
   const float lo = to_real(Element{(unsigned short)pair}), hi = to_real(Element{(unsigned short)(pair >> 16)});

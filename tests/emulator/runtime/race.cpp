@@ -125,10 +125,11 @@ void begin_run(unsigned threads_per_cta, unsigned shared_bytes, unsigned slots) 
 void begin_cta(Cta& cta) {
   if (off()) return;
   Clock& highest = history(cta).highest;
-  for (unsigned i = 0; i < thread_count; i++) highest[i]++;
+  for (unsigned i = 0; i < thread_count; i++) highest[i] += 2;  // a fence after all before, and a step after that
   for (Thread& thread : cta.threads) {  // it knows all that went on before, and of its siblings nothing
     thread.clock = highest;
     for (unsigned i = 0; i < thread_count; i++) thread.clock[i] -= i != thread.index;
+    thread.proxy_fences.assign(1, highest[thread.index] - 1);
   }
 }
 
