@@ -1,12 +1,12 @@
 // Attention backward in true float32 or float64, on any GPU: ordinary FMAs on register blocks (simt.cuh).
 //
-//   p = exp(s - lse)    dp = do v^T    ds = p * (dp - delta)      recomputed tile by tile, s = score(q k^T)
-//   dq = scale ds k     dk = scale ds^T q     dv = p^T do
+//   s = score(q k^T)    p = exp(s - lse)    dp = do v^T    ds = p * (dp - delta)       recomputed tile by tile
+//   dq = scale ds k     dk = scale ds^T q   dv = p^T do
 //
-// Two launches of this file share the work. With PHASE_DQ a CTA owns TILE_M query rows and walks the key tiles that they
-// see; without, it owns TILE_N keys and walks the query tiles that see them, of every query head of its group. So each
-// gradient is summed by one thread in a fixed order: no atomics, no workspace, the same bits every time. The price is
-// that s and dp are computed twice: 7 products in place of 5.
+// Two launches of this file share the work. With PHASE_DQ a CTA owns TILE_M query rows and walks the key tiles that
+// they see; without, it owns TILE_N keys and walks the query tiles that see them, of every query head of its group. So
+// each gradient is summed by one thread in a fixed order: no atomics, no workspace, the same bits every time. The price
+// is that s and dp are computed twice: 7 products in place of 5.
 //
 // In both, `a` are the tensors of extent head_dim and `b` those of head_dim_v; `own` rows stay in shared memory and
 // `other` rows stream through it, in slices of columns for s and dp and in slices of rows for the gradients.
@@ -15,7 +15,7 @@
 //   PHASE_DQ     q, do           k, v                p, then ds               dq += ds k
 //   otherwise    k, v            q, do               p^T, then ds^T           dv += p^T do,  dk += ds^T q
 //
-//   a visit of an other tile:   s += own a * other a | p | dv += p^T * do | dp += own b * other b | ds | dq or dk += ds * other a
+//   the visit of a tile:  s = own a * other a | p | dv += p^T do | dp = own b * other b | ds | dq or dk += ds * other a
 #include "mask.cuh"
 #include "simt.cuh"
 #include "softmax.cuh"
@@ -23,7 +23,8 @@
 using simt::Element;
 
 constexpr int OWN = cfg::PHASE_DQ ? cfg::TILE_M : cfg::TILE_N, OTHER = cfg::PHASE_DQ ? cfg::TILE_N : cfg::TILE_M;
-constexpr bool WIDE_OWN_A = cfg::PHASE_DQ ? cfg::WIDE_Q : cfg::WIDE_K, WIDE_OTHER_A = cfg::PHASE_DQ ? cfg::WIDE_K : cfg::WIDE_Q;
+constexpr bool WIDE_OWN_A = cfg::PHASE_DQ ? cfg::WIDE_Q : cfg::WIDE_K;
+constexpr bool WIDE_OTHER_A = cfg::PHASE_DQ ? cfg::WIDE_K : cfg::WIDE_Q;
 constexpr bool WIDE_OWN_B = cfg::PHASE_DQ ? cfg::WIDE_DOUT : cfg::WIDE_V;
 constexpr bool WIDE_OTHER_B = cfg::PHASE_DQ ? cfg::WIDE_V : cfg::WIDE_DOUT;
 
@@ -70,7 +71,9 @@ bwd_simt(const __grid_constant__ Params p) {
   const auto q = [&](int head) { return simt::matrix(p.q, p.q_stride, batch, head, p.seqlen_q, p.head_dim); };
   const auto k = [&](int head) { return simt::matrix(p.k, p.k_stride, batch, head, p.seqlen_k, p.head_dim); };
   const auto v = [&](int head) { return simt::matrix(p.v, p.v_stride, batch, head, p.seqlen_k, p.head_dim_v); };
-  const auto dout = [&](int head) { return simt::matrix(p.dout, p.dout_stride, batch, head, p.seqlen_q, p.head_dim_v); };
+  const auto dout = [&](int head) {
+    return simt::matrix(p.dout, p.dout_stride, batch, head, p.seqlen_q, p.head_dim_v);
+  };
 
   // What is visited: tiles [begin, end) of one kv head, or of each query head of the group.
   const TileRange range = cfg::PHASE_DQ ? kv_range(p, own0) : q_range(p, own0);
@@ -115,8 +118,8 @@ bwd_simt(const __grid_constant__ Params p) {
     for (int x = 0; x < QUERIES; x++) {
       const int query = q_idx(own_row(x), other_row(x));
       const bool exists = query < p.seqlen_q;
-      const Element lse = exists ? p.lse[batch * p.lse_stride[0] + head * p.lse_stride[1] + query * p.lse_stride[2]] : HIDDEN;
-      origin[x] = lse_origin(lse);
+      const i64 place = batch * p.lse_stride[0] + head * p.lse_stride[1] + query * p.lse_stride[2];
+      origin[x] = lse_origin(exists ? p.lse[place] : HIDDEN);
       delta[x] = exists ? p.delta[((i64)batch * p.num_heads_q + head) * p.seqlen_q + query] : 0;
     }
   };

@@ -40,8 +40,8 @@ static_assert(sizeof(Smem) == cfg::SMEM_BYTES, "tiles.py and struct Smem disagre
 constexpr int ROWS = cfg::TILE_M / simt::THREAD_ROWS;
 constexpr int COLS = cfg::TILE_N / simt::THREAD_COLS, COLS_V = cfg::TILE_DV / simt::THREAD_COLS;
 
-// Whether p v of a tile is summed by itself before it is added to o: the error of a sum over all keys, term by term, grows
-// with their number. It takes as many registers as o, but those of s are free by then.
+// Whether p v of a tile is summed by itself before it is added to o: the error of a sum over all keys, term by term,
+// grows with their number. It takes as many registers as o, but those of s are free by then.
 constexpr bool SUM_BY_TILE = ROWS * COLS_V * sizeof(Element) <= 64 * sizeof(float);
 
 extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS)
@@ -49,7 +49,7 @@ fwd_simt(const __grid_constant__ Params p) {
   extern __shared__ __align__(16) unsigned char smem_bytes[];
   Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
 
-  // The tiles of a head are neighbours in the grid, so its keys and values stay in L2; the longest causal rows go first.
+  // The tiles of a head are neighbours in the grid, so its k and v stay in L2; the longest causal rows go first.
   const int m_block = p.num_m_blocks - 1 - int(blockIdx.x % p.num_m_blocks);
   const int head = blockIdx.x / p.num_m_blocks % p.num_heads_q;
   const int batch = blockIdx.x / p.num_m_blocks / p.num_heads_q;

@@ -16,7 +16,7 @@
 // 16-byte load be served together. Rows are padded to an odd number of 16-byte units: neighbouring rows fall into
 // different banks.
 #pragma once
-#include "ptx.cuh"
+#include "dtypes.cuh"
 
 namespace simt {
 
@@ -59,12 +59,12 @@ constexpr int vector_width(int cols) {
 // One head of one batch: (rows, cols) = (seqlen, head_dim).
 template <class T> struct Matrix {
   T* data;
-  long long row_stride, col_stride;
+  i64 row_stride, col_stride;
   int rows, cols;
 };
 
 template <class T>
-__device__ __forceinline__ Matrix<T> matrix(T* data, const long long (&stride)[4], int batch, int head, int rows, int cols) {
+__device__ __forceinline__ Matrix<T> matrix(T* data, const i64 (&stride)[4], int batch, int head, int rows, int cols) {
   return {data + batch * stride[0] + head * stride[2], stride[1], stride[3], rows, cols};
 }
 
@@ -76,7 +76,7 @@ __device__ __forceinline__ void load_tile(Element* tile, const Matrix<const Elem
   constexpr int SPAN = common_divisor(COLS / WIDTH, cfg::NUM_THREADS), ROW_STEP = cfg::NUM_THREADS / SPAN;
   const int row = threadIdx.x / SPAN, col = threadIdx.x % SPAN * WIDTH;
   const int rows = source.rows - row0 - row, cols = source.cols - col0 - col;  // those that exist from here on
-  const long long col_stride = WIDE ? 1 : source.col_stride;
+  const i64 col_stride = WIDE ? 1 : source.col_stride;
   const Element* from = source.data + (row0 + row) * source.row_stride + (col0 + col) * col_stride;
   const unsigned to = smem_u32(tile + row * STRIDE + col);
 #pragma unroll
@@ -121,8 +121,8 @@ __device__ __forceinline__ void store_block(const Matrix<Element>& target, const
 
 // ---- Streamed operands ----------------------------------------------------------------------------------------------
 
-// Slices of the streamed operands pass through STAGES slots of shared memory in a fixed order; `load(step, slot)` starts
-// copying the slice of a step. While one is computed on, the next ones are in flight.
+// Slices of the streamed operands pass through STAGES slots of shared memory in a fixed order; `load(step, slot)`
+// starts copying the slice of a step. While one is computed on, the next ones are in flight.
 template <int SLOT, class Load> struct Stream {
   Element (&slots)[cfg::STAGES][SLOT];
   const Load& load;
@@ -208,7 +208,8 @@ __device__ __forceinline__ void product_nn(Element (&acc)[ROWS][COLS], const Ele
 // The same where b holds inf or NaN in rows that not every row of w sees (their weight is 0, and 0 * NaN is NaN):
 // row n of b has no influence on the thread's row i unless sees(i, n). Rare, and made to take few registers.
 template <int W_STRIDE, int B_COLS, int DEPTH, int ROWS, int COLS, class Sees>
-__device__ __forceinline__ void product_nn_seen(Element (&acc)[ROWS][COLS], const Element* w, const Element* b, Sees sees) {
+__device__ __forceinline__ void product_nn_seen(Element (&acc)[ROWS][COLS], const Element* w, const Element* b,
+                                                Sees sees) {
   constexpr int WIDTH = vector_width(COLS);
   b += thread_col() * WIDTH;
 #pragma unroll 1
