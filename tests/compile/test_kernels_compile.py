@@ -6,11 +6,11 @@ choice of them in which each row meets each feature is compiled; `-m full` compi
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import cache
 
 import pytest
+from building import build, workers
 from nvrtc import Nvrtc
 from variants import Variant, covering, every
 
@@ -35,24 +35,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("library", metafunc.config.getoption("--nvrtc"))
 
 
-class Builds:
-    """Compiles in threads what will be asked for: NVRTC runs outside the interpreter's lock."""
-
-    def __init__(self, variants: list[Variant]):
-        self.pool = ThreadPoolExecutor(os.cpu_count())
-        self.futures: dict[str, Future] = {v.name: self.pool.submit(self._build, v) for v in variants}
-
-    @staticmethod
-    def _build(variant: Variant) -> tuple[bytes, str]:
-        return compile.compile_program(source.program(variant.launch), variant.launch.kernel, variant.arch)
-
-
 @pytest.fixture(scope="module")
 def builds(request):
-    asked = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    builds = Builds([p["variant"] for p in asked if "variant" in p and p["variant"].device.arch in _archs()])
-    yield builds
-    builds.pool.shutdown(cancel_futures=True)
+    """Name of a variant -> its cubin and log, as a future, of all that will be asked for."""
+    parameters = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    asked = [p["variant"] for p in parameters if "variant" in p and p["variant"].device.arch in _archs()]
+    with workers() as pool:
+        yield {v.name: pool.submit(build, v.launch, v.arch) for v in asked}
+        pool.shutdown(cancel_futures=True)
 
 
 @cache
@@ -75,10 +65,10 @@ def check(variant: Variant, cubin: bytes, log: str) -> None:
         assert shared_out <= allocated, f"{report.registers} registers at entry are fewer than setmaxnreg hands out"
 
 
-def compile_and_check(variant: Variant, builds: Builds) -> None:
-    if variant.name not in builds.futures:
+def compile_and_check(variant: Variant, builds: dict[str, Future]) -> None:
+    if variant.name not in builds:
         pytest.skip(f"NVRTC {'.'.join(map(str, compile.nvrtc_version()))} does not know sm_{variant.device.arch}")
-    check(variant, *builds.futures[variant.name].result())
+    check(variant, *builds[variant.name].result())
 
 
 def test_variant(variant, builds):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
+from building import build_into_cache, workers
 from cases import Case
 
 import pyflash
@@ -95,14 +94,10 @@ def compile_ahead(calls: Iterable[Callable[[], object]]) -> None:
                 call()
     finally:
         api.Executable, api._prepared = before, remembered
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        builds = [pool.submit(_compile, *need) for need in recorder.needed.values()]
-        for build in builds:
-            build.exception()  # what does not compile, the test that needs it reports
-
-
-def _compile(launch, device) -> None:
-    compile.cubin(launch, compile.arch_of(launch, device))
+    with workers() as pool:
+        for launch, device in recorder.needed.values():
+            pool.submit(build_into_cache, launch, compile.arch_of(launch, device))
+    # What does not compile, the test that needs it reports.
 
 
 def in_dtype(case: Case, dtype: str) -> Case:

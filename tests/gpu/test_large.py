@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import pytest
+import runs
 from cases import LARGE_CASES, numpy_dtype
 from runs import cp
 from variants import every
@@ -15,7 +16,7 @@ from pyflash import debug, reference
 from pyflash.device import present
 from pyflash.explain import tile_row
 from pyflash.problem import Problem
-from pyflash.tiles import FAMILIES, KERNELS
+from pyflash.tiles import FAMILIES, KERNELS, Row
 
 BOUNDS = {"float16": 6e-3, "bfloat16": 4e-2, "float32": 1e-5, "float64": 1e-12}  # relative to the largest entry
 
@@ -131,7 +132,7 @@ def test_131072_tokens():
 
 
 @cache
-def variants_here() -> dict[tuple, Problem]:
+def problems_here() -> dict[tuple, Problem]:
     """For each tile row that this GPU uses, a problem that uses it: the plainest that the planner gives it to."""
     rows: dict[tuple, Problem] = {}
     for variant in every([present(0)]):
@@ -139,15 +140,9 @@ def variants_here() -> dict[tuple, Problem]:
     return rows
 
 
-ROWS = [(name, row) for name, kernel in KERNELS.items() for row in kernel.rows if name.startswith(("fwd_", "bwd_s"))]
-
-
-@pytest.mark.parametrize("kernel, row", ROWS, ids=[f"{name}-{KERNELS[name].rows.index(row)}" for name, row in ROWS])
-def test_every_tile_row(kernel, row):
-    """Rows that serve long sequences alone, and others, at a length that is no multiple of any tile."""
-    problem = variants_here().get((kernel, row))
-    if problem is None:
-        pytest.skip("this GPU never uses it")
+def run_row(kernel: str, row: Row) -> tuple:
+    """Inputs, results and options of a call that uses a tile row, at lengths that are no multiples of any tile."""
+    problem = problems_here()[kernel, row]
     dtype, causal, seqlen_q = problem.dtype.name, bool(problem.option("causal")), problem.seqlen_q + 57
     seqlen_k = max(seqlen_q, 757)
     extents = [(seqlen_q, problem.head_dim), (seqlen_k, problem.head_dim), (seqlen_k, problem.head_dim_v)]
@@ -160,4 +155,23 @@ def test_every_tile_row(kernel, row):
         assert row in map(tile_row, plan.launches)
         out, lse = pyflash.flash_attention(q, k, v, return_lse=True, **options)
         gradients = pyflash.flash_attention_backward(dout, q, k, v, out, lse, **backward, **options)
-    check_places((q, k, v, dout), (out, lse, *gradients), 1, causal, dtype, problem.softmax_scale)
+    return (q, k, v, dout), (out, lse, *gradients), causal, dtype, problem.softmax_scale
+
+
+ROWS = [(name, row) for name, kernel in KERNELS.items() for row in kernel.rows if name.startswith(("fwd_", "bwd_s"))]
+
+
+@pytest.fixture(scope="module")
+def compiled_ahead(request):
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    asked = [item.callspec.params["tile"] for item in items if "tile" in item.callspec.params]
+    runs.compile_ahead(partial(run_row, *tile) for tile in asked if tile in problems_here())
+
+
+@pytest.mark.parametrize("tile", ROWS, ids=[f"{name}-{KERNELS[name].rows.index(row)}" for name, row in ROWS])
+def test_every_tile_row(tile, compiled_ahead):
+    """Rows that serve long sequences alone, and others."""
+    if tile not in problems_here():
+        pytest.skip("this GPU never uses it")
+    arrays, results, causal, dtype, scale = run_row(*tile)
+    check_places(arrays, results, 1, causal, dtype, scale)
