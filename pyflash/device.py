@@ -31,11 +31,13 @@ KNOWN = {
     for device in (
         Device("T4", (7, 5), 40, 64 * _KB, 4 * _MB, 16 * _GB, 320e9, 65e12),
         Device("A100", (8, 0), 108, 163 * _KB, 40 * _MB, 80 * _GB, 2.04e12, 312e12),
+        Device("RTX 3090", (8, 6), 82, 99 * _KB, 6 * _MB, 24 * _GB, 936e9, 71e12),
         Device("RTX 4090", (8, 9), 128, 99 * _KB, 72 * _MB, 24 * _GB, 1.01e12, 165e12),
         Device("L4", (8, 9), 58, 99 * _KB, 48 * _MB, 24 * _GB, 300e9, 121e12),
         Device("H100", (9, 0), 132, 227 * _KB, 50 * _MB, 80 * _GB, 3.35e12, 989e12),
         Device("H200", (9, 0), 132, 227 * _KB, 60 * _MB, 141 * _GB, 4.8e12, 989e12),
         Device("B200", (10, 0), 148, 227 * _KB, 126 * _MB, 180 * _GB, 8.0e12, 2250e12),
+        Device("RTX 5090", (12, 0), 170, 99 * _KB, 96 * _MB, 32 * _GB, 1.79e12, 209e12),
     )
 }
 
@@ -48,6 +50,12 @@ def named(name: str) -> Device:
     return found
 
 
+def _listed(driver_name: str, sm_count: int) -> Device | None:
+    """The GPU of KNOWN that the driver means. Its name alone may be that of a smaller one: "H100 PCIe"."""
+    words = f" {driver_name.upper().partition('-')[0]} "
+    return next((d for key, d in KNOWN.items() if f" {key} " in words and d.sm_count == sm_count), None)
+
+
 @cache
 def present(device_id: int) -> Device:
     """The GPU with CuPy's number `device_id`."""
@@ -55,7 +63,7 @@ def present(device_id: int) -> Device:
 
     facts = runtime.getDeviceProperties(device_id)
     name = facts["name"].decode()
-    listed = next((known for key, known in KNOWN.items() if key in name.upper()), None)
+    listed = _listed(name, facts["multiProcessorCount"])
     # Two transfers a clock; the driver reports kHz, and 0 where it no longer tells.
     bandwidth = 2e3 * facts["memoryClockRate"] * facts["memoryBusWidth"] / 8 if "memoryClockRate" in facts else 0.0
     return Device(

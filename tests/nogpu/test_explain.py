@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from problems import devices, example, problems
 
 import pyflash
+from pyflash import device
 from pyflash.device import KNOWN
 from pyflash.errors import Unsupported
 from pyflash.explain import amount, duration, explain, tile_row, waves
@@ -17,22 +18,22 @@ from pyflash.tiles import KERNELS
 
 
 @given(problems(), st.one_of(devices, st.none()))
-def test_any_plan_can_be_explained(problem, device):
+def test_any_plan_can_be_explained(problem, gpu):
     try:
-        x = explain(problem, device)
+        x = explain(problem, gpu)
     except Unsupported:
         return
     text = str(x)
     assert str(problem) in text and all(line == line.rstrip() for line in text.splitlines())
     assert "nan" not in text and "inf" not in text
-    if device is None:
+    if gpu is None:
         assert "NumPy" in text and x.plan is None and x.roofline_seconds is None
         return
-    assert device.name in text and x.plan.family in text
+    assert gpu.name in text and x.plan.family in text
     for launch in x.plan.launches:
         assert tile_row(launch) in KERNELS[launch.kernel].rows
         assert launch.kernel in text and tile_row(launch).why in text and f"{launch.grid} of" in text
-        assert waves(launch, device) > 0
+        assert waves(launch, gpu) > 0
     for note in x.plan.notes:
         assert note in text
 
@@ -62,6 +63,17 @@ def test_roofline():
     assert short.roofline_seconds == short.least_bytes / gpu.bandwidth > short.compute_seconds
     assert "bound by arithmetic" in str(long) and "bound by memory" in str(short)
     assert explain(example(dtype="float32"), gpu).compute_seconds is None
+
+
+@pytest.mark.parametrize(
+    "driver_name, sm_count, name",
+    [("NVIDIA H200", 132, "H200"), ("NVIDIA A100-SXM4-80GB", 108, "A100"), ("Tesla T4", 40, "T4"),
+     ("NVIDIA L4", 58, "L4"), ("NVIDIA GeForce RTX 4090", 128, "RTX 4090"), ("NVIDIA L40S", 142, None), ("NVIDIA H100 PCIe", 114, None),
+     ("NVIDIA GeForce RTX 4090 Laptop GPU", 76, None), ("NVIDIA GeForce RTX 3080", 68, None)],
+)  # fmt: skip
+def test_data_sheet_figures_are_those_of_the_gpu_itself(driver_name, sm_count, name):
+    listed = device._listed(driver_name, sm_count)
+    assert (listed.name if listed else None) == name
 
 
 def test_public_function():
