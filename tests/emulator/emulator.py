@@ -254,6 +254,8 @@ class Memory:
         low, high = _byte_range(array)
         nbytes, first = high - low, array.ctypes.data - low
         base = _runtime().emu_allocate(name.encode(), nbytes, 16, low % 16, self._right)
+        if base is None:
+            raise MemoryError(f"the emulator has no room for {name}, {nbytes} bytes")
         raw = np.frombuffer((ctypes.c_ubyte * nbytes).from_address(base), np.uint8) if nbytes else np.empty(0, np.uint8)
         view = np.ndarray(array.shape, array.dtype, raw, first, array.strides) if nbytes else np.empty_like(array)
         return Buffer(base + first, view, raw)

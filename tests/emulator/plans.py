@@ -40,6 +40,7 @@ def _built(kernel: str, text: str) -> emulator.Kernel:
 def build(launches: Iterable[Launch]) -> None:
     """Compile kernels ahead, several at a time. Errors are kept for when they are run."""
     programs = {(launch.kernel, source.program(launch)) for launch in launches}
+    emulator.unavailable()  # builds the runtime, before several threads ask for it
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         for program in sorted(programs):
             pool.submit(_built, *program)
@@ -97,6 +98,6 @@ def run_plan(
             buffer.check_gaps(name)
         if counter.array.any():
             raise emulator.EmulatorError(
-                "misuse", f"{TILE_COUNTER} is {counter.array}, not left zero for the next launch"
+                "misuse", f"{TILE_COUNTER} is left {counter.array}: the next launch needs zeros"
             )
         return {name: buffer.array.copy() for name, buffer in outputs.items()}

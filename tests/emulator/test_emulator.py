@@ -191,7 +191,7 @@ def test_conversions_round_as_numpy(dtype):
     x = np.concatenate([x, np.array([0, -0.0, np.inf, -np.inf, 65519.996, 65520, 2**-24, 2**-25, 2**-14], np.float32)])
     x = np.resize(x, -(-x.size // 32) * 32)
     kernel = miniature("conversions", element=ELEMENTS[dtype])
-    with emulator.Memory() as memory, np.errstate(over="ignore"):
+    with emulator.Memory() as memory, np.errstate(all="ignore"):
         given, back = memory.constant("x", x), memory.empty_like("back", x)
         half = memory.empty("half", x.size, np.uint16)
         params = struct.pack("<3Q", given.pointer, half.pointer, back.pointer)

@@ -266,7 +266,11 @@ extern "C" {
 
 // A buffer of poison whose address is `remainder` modulo `alignment`; null if there is no room.
 void* emu_allocate(const char* name, size_t bytes, size_t alignment, size_t remainder, int right) {
-  emu::buffers.push_back(emu::reserve(name, bytes, alignment, remainder, right != 0));
+  try {
+    emu::buffers.push_back(emu::reserve(name, bytes, alignment, remainder, right != 0));
+  } catch (...) {
+    return nullptr;
+  }
   emu::last_found = nullptr;
   return emu::buffers.back().data;
 }
