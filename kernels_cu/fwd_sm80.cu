@@ -16,9 +16,11 @@
 //   tensor cores   o += p[i-1] v[i-1] .................   s[i+1] = q k[i+1]T .......   o += p[i] v[i] ...
 //   other pipes    p[i] = 2^(s[i] - reference), sums of p[i] .................  vote   p[i+1] = ...
 //
-// The reference is a stale maximum (softmax.cuh), so nothing passes between lanes. The sums of p[i], needed anyway, tell
-// whether a score was too large for it; hardly ever does the vote of the warp find one, and s[i] must be computed anew,
-// the reference raised and o rescaled.
+// The reference is a stale maximum (softmax.cuh), so nothing passes between lanes. The sums of p[i], needed anyway,
+// tell whether a score was too large for it; hardly ever does the vote of the warp find one, and s[i] must be computed
+// anew, the reference raised and o rescaled.
+//
+// With WARP_RANGES, a warp joins the walk at the first tile that its own rows see.
 //
 // Shared memory (struct Smem): the ring. While the first tiles are on their way, q lies in the stages that are filled
 // later; o is staged over the ring at the end. There is one barrier a tile, before its last strip: then all warps have
@@ -35,8 +37,24 @@ constexpr int D_BLOCKS = TILE_D / BLOCK, DV_BLOCKS = TILE_DV / BLOCK;  // 16-col
 constexpr int KEY_BLOCKS = STRIP / BLOCK, STRIPS = TILE_N / STRIP;
 constexpr int Q_RMEM = Q_BLOCKS < D_BLOCKS ? Q_BLOCKS : D_BLOCKS;      // column blocks of q kept in registers;
 constexpr bool Q_STAYS = Q_RMEM < D_BLOCKS;                            // the others are read from smem in every step
+constexpr bool OWN_RANGES = ROWS_DIFFER && WARP_RANGES;                // warps skip tiles that only other warps see
 static_assert(STRIPS % 2 == 0, "s and p of consecutive strips alternate between two buffers");
 static_assert(STAGES >= 3, "a tile is read, the next has arrived, another is on its way");
+
+// Which query rows of which head this CTA computes. Heads are taken in sections whose k and v share the L2 cache; in a
+// section the last query tiles come first, whose causal walk is longest, so that short ones fill the last wave.
+struct Work { int m0, head, batch; };
+__device__ __forceinline__ int uniform(int x) { return redux_or(x); }  // x, which is the same in all lanes
+__device__ __forceinline__ Work decode_block(const Params& p) {
+  constexpr u32 SECTION_KEYS = (32 << 20) / ((TILE_D + TILE_DV) * sizeof(Element));
+  const u32 num_heads = p.num_heads_q, num_m_blocks = p.num_m_blocks, heads = p.batch * num_heads;
+  const u32 section_heads = min(max(SECTION_KEYS / max(u32(p.seqlen_k), 1u), 1u), heads);
+  const u32 section = blockIdx.x / (section_heads * num_m_blocks);
+  const u32 index = blockIdx.x - section * section_heads * num_m_blocks;
+  const u32 first_head = section * section_heads, size = min(section_heads, heads - first_head);
+  const u32 row = index / size, head = first_head + index - row * size, batch = head / num_heads;
+  return {uniform((num_m_blocks - 1 - row) * TILE_M), uniform(head - batch * num_heads), uniform(batch)};
+}
 
 struct Stage {
   Element k[TILE_N * TILE_D];
@@ -55,12 +73,14 @@ struct Smem {
     };
     Element o[TILE_M * TILE_DV];
   };
-  alignas(128) bool replaced_values;  // whether the output needs add_nonfinite
+  alignas(128) Work work;  // kept here for the end, out of the registers
+  bool replaced_values;    // whether the output needs add_nonfinite
 };
 static_assert(sizeof(Smem) == SMEM_BYTES, "tiles.py and Smem disagree");
 
-using Scores = float[M_BLOCKS][KEY_BLOCKS * 2][4];       // accumulators: a warp's rows x STRIP keys
-using Probabilities = u32[M_BLOCKS][KEY_BLOCKS][4];      // the same as A operands
+using Scores = float[M_BLOCKS][KEY_BLOCKS * 2][4];   // accumulators: a warp's rows x STRIP keys
+using Probabilities = u32[M_BLOCKS][KEY_BLOCKS][4];  // the same as A operands
+using Rows = float[ROWS];
 constexpr int SCORES_PER_BLOCK = KEY_BLOCKS * 8, SCORES = M_BLOCKS * SCORES_PER_BLOCK, PAIRS = SCORES / 2;  // of a lane
 
 // A step is a sequence of units, each an ldmatrix of one operand block and its products: those of o, then those of s.
@@ -70,65 +90,56 @@ constexpr int pairs_due(int u) {  // how many pairs of probabilities are due bef
   return due < PAIRS ? due : PAIRS;
 }
 
-constexpr int TILE_BARRIER = 1;  // warps meet at it in different places
-template <int VALUE> struct Constant { static constexpr int value = VALUE; };
-
-// Which query rows of which head this CTA computes. Heads are taken in sections whose k and v share the L2 cache; in a
-// section the last query tiles come first, whose causal walk is longest, so that short ones fill the last wave.
-__device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
-struct Work { int m0, head, batch; };
-__device__ __forceinline__ Work decode_block(const Params& p) {
-  constexpr int SECTION_KEYS = (32 << 20) / ((TILE_D + TILE_DV) * (int)sizeof(Element));
-  const int heads = p.batch * p.num_heads_q;
-  const int section_heads = min(max(SECTION_KEYS / max(p.seqlen_k, 1), 1), heads);
-  const int section = blockIdx.x / (section_heads * p.num_m_blocks);
-  const int index = blockIdx.x - section * section_heads * p.num_m_blocks;
-  const int first_head = section * section_heads, size = min(section_heads, heads - first_head);
-  const int flat_head = first_head + index % size;
-  const int m_block = p.num_m_blocks - 1 - index / size, batch = flat_head / p.num_heads_q;
-  return {uniform(m_block * TILE_M), uniform(flat_head - batch * p.num_heads_q), uniform(batch)};
-}
+enum NamedBarrier { TILE_BARRIER = 1 };  // NUM_THREADS threads, which with OWN_RANGES meet at it in different places
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_CTAS) fwd_sm80(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
   const u32 thread = threadIdx.x, lane = thread % 32, warp_row = thread / 32 * WARP_ROWS;
   const Work work = decode_block(p);
-  const int kv_head = work.head / p.qheads_per_kv;
-  const TileRange range = kv_range(p, work.m0);
+  const int kv_head = uniform(u32(work.head) / u32(p.qheads_per_kv));
+  TileRange range = kv_range(p, work.m0);
+  range.end = uniform(range.end), range.full_end = uniform(range.full_end);
+  TileRange warp = range;  // what this warp sees of it
+  if (OWN_RANGES) {
+    warp = kv_range(p, work.m0 + uniform(warp_row), WARP_ROWS);
+    warp.end = uniform(warp.end), warp.full_end = uniform(warp.full_end);
+  }
   const float scale = exponent_scale(p);
 
   u32 q_rmem[Q_RMEM > 0 ? Q_RMEM : 1][M_BLOCKS][4];
   float o_rmem[M_BLOCKS][DV_BLOCKS * 2][4] = {};
   Scores s_rmem[2];         // of this strip and of the next
   Probabilities p_rmem[2];  // of this strip and of the one before
-  u32 paced = 0;
-  // Zero, but the compiler can't know. x | (y & zero) is x, computed after y: keeps exponentials and products in step,
-  // and what derives from the thread's index out of the registers while it is not used.
-  const u32 zero = (u32)p.batch >> 31;
-  u32 operand[2][4];        // B operands for two n8 blocks each: of this unit and of the next
-  u32 q_block[2][M_BLOCKS][4];  // A operands of the column blocks of q that stay in smem
+  u32 operand[2][4];            // B operands of two n8 blocks: for this unit and for the next
+  u32 q_block[2][M_BLOCKS][4];  // A operands: the column blocks of q that stay in smem
   RowSoftmax<ROWS> softmax;
   softmax.reset();
+
+  // The order of the work, which the compiler would otherwise choose: all products first and all exponentials after
+  // them, operands loaded long before use, addresses computed before the loop and spilled in it. `zero` is 0, but the
+  // compiler cannot know; so an address a | (x & zero), or a + (x & zero), is a, once x has been computed.
+  const u32 zero = (u32)p.batch >> 31;
+  u32 latest_p = 0;  // the latest pair of probabilities
 
   const Element* k_gmem = p.k + work.batch * p.k_stride[0] + kv_head * p.k_stride[2];  // (seqlen_k, head_dim)
   const Element* v_gmem = p.v + work.batch * p.v_stride[0] + kv_head * p.v_stride[2];  // (seqlen_k, head_dim_v)
   const u32 q_lane = lane_address<TILE_D, ROWS_FIRST>(smem.q, warp_row, lane);
   const u32 k_lane = lane_address<TILE_D, COLS_FIRST>(smem.ring[0].k, 0, lane);
   const u32 v_lane = lane_address<TILE_DV, ROWS_FIRST>(smem.ring[0].v, 0, lane);
-
-  auto before = [](int stage) { return stage > 0 ? stage - 1 : STAGES - 1; };
-  auto strip_v = [&](int stage, int strip) {
-    return block_at<TILE_DV>(v_lane + stage * (int)sizeof(Stage), strip * STRIP, 0);
+  // Where a lane finds a strip of a tile; computed after x.
+  auto strip_k = [&](int stage, int strip, u32 x) {
+    return block_at<TILE_D>(k_lane + stage * (int)sizeof(Stage), strip * STRIP, 0) + (x & zero);
   };
-  auto strip_k = [&](int stage, int strip) {
-    return block_at<TILE_D>(k_lane + stage * (int)sizeof(Stage), strip * STRIP, 0);
+  auto strip_v = [&](int stage, int strip, u32 x) {
+    return block_at<TILE_DV>(v_lane + stage * (int)sizeof(Stage), strip * STRIP, 0) + (x & zero);
   };
   auto thread_after = [&](u32 x) { return thread + (x & zero); };
-  auto q_row = [&](u32 thread, int r) {  // of a thread's row r
-    return work.m0 + thread / 32 * WARP_ROWS + r / 2 * BLOCK + r % 2 * 8 + thread % 32 / 4;
-  };
+  auto before = [](int stage) { return stage > 0 ? stage - 1 : STAGES - 1; };
   auto after = [](int stage) { return stage + 1 < STAGES ? stage + 1 : 0; };
+  auto lane_row = [](u32 thread, int r) -> int {  // a thread's row r in the tile
+    return thread / 32 * WARP_ROWS + r / 2 * BLOCK + r % 2 * 8 + thread % 32 / 4;
+  };
 
   auto load_q = [&] {
     const Element* q_gmem = p.q + work.batch * p.q_stride[0] + work.head * p.q_stride[2] + work.m0 * p.q_stride[1];
@@ -147,18 +158,18 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_CTAS) fwd_sm80(con
     cp_async_commit();
   };
 
-  // Products to scores, those of the strip at n0.
+  // Turns the products with the strip at n0 into scores.
   auto finish_scores = [&](Scores& s, int n0, bool masked) {
     const u32 from = thread_after(n0);
 #pragma unroll
     for (int i = 0; i < SCORES; i++) {
       const int m = i / SCORES_PER_BLOCK, n = i / 4 % (KEY_BLOCKS * 2), e = i % 4;
-      s[m][n][e] = score(p, s[m][n][e], q_row(from, m * 2 + e / 2), n0 + n * 8 + from % 4 * 2 + e % 2);
+      s[m][n][e] = score(p, s[m][n][e], work.m0 + lane_row(from, m * 2 + e / 2), n0 + n * 8 + from % 4 * 2 + e % 2);
     }
     if (!masked) return;
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
-      const VisibleKeys keys = visible_keys(p, q_row(from, r), n0 + from % 4 * 2);
+      const VisibleKeys keys = visible_keys(p, work.m0 + lane_row(from, r), n0 + from % 4 * 2);
 #pragma unroll
       for (int i = 0; i < KEY_BLOCKS * 4; i++) {
         if (!keys.has(i / 2 * 8 + i % 2)) s[r / 2][i / 2][r % 2 * 2 + i % 2] = HIDDEN;
@@ -166,7 +177,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_CTAS) fwd_sm80(con
     }
   };
   // Pairs [begin, end) of the lane's probabilities of a strip, against `origin`, and what they add up to.
-  using Rows = float[ROWS];
   auto exponentiate = [&](const Scores& s, const Rows& origin, Probabilities& p, Rows& sum, int begin, int end) {
 #pragma unroll
     for (int pair = 0; pair < PAIRS; pair++) {
@@ -176,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_CTAS) fwd_sm80(con
       const float lo = ex2(fmaf(x[0], scale, -origin[r])), hi = ex2(fmaf(x[1], scale, -origin[r]));
       sum[r] = n == 0 && i < 2 ? lo + hi : sum[r] + lo + hi;
       p[m][n][i] = pack2<Element>(lo, hi);
-      paced = p[m][n][i];
+      latest_p = p[m][n][i];
     }
   };
   // The same in the ordinary way: if the reference must be raised, it is, and what was accumulated is rescaled.
@@ -202,7 +212,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_CTAS) fwd_sm80(con
     for (int r = 0; r < ROWS; r++) origin[r] = exponent_origin(softmax.reference[r]);
     exponentiate(s, origin, p, sum, 0, PAIRS);
 #pragma unroll
-    for (int i = 0; i < PAIRS; i++) paced |= p[i / 4 % M_BLOCKS][i / (M_BLOCKS * 4)][i % 4];
+    for (int i = 0; i < PAIRS; i++) latest_p |= p[i / 4 % M_BLOCKS][i / (M_BLOCKS * 4)][i % 4];
   };
 
   auto clear = [](Scores& s) {
@@ -237,19 +247,21 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_CTAS) fwd_sm80(con
       }
     }
   };
-  // Units [begin, end) of a step: o += p v for the strip before, at v_before, then s_next = q kT for the strip after, at
-  // k_next. Operand 0 is loaded already, and so is `then` at the end: 0 for the next step, on v_strip, or -1 for none.
-  // beside(u) is computed beside unit u.
+  // Units [begin, end) of a step: o += p v for the strip before, at v_before, then s_next = q kT for the strip after,
+  // at k_next. Operand 0 is loaded already, and so is `then` at the end: 0 for the next step, on v_strip, or -1 for
+  // none. beside(u) is computed beside unit u.
   struct Operands { u32 v_before, v_strip, k_next; };
   auto run = [&](int begin, int end, int then, Operands from, const Probabilities& p, Scores& s_next, auto beside) {
-    if (begin > 0) load_operand(begin, from.v_before, from.k_next | (paced & zero));
+    if (begin > 0) load_operand(begin, from.v_before, from.k_next | (latest_p & zero));
 #pragma unroll
     for (int u = 0; u < UNITS; u++) {
       if (u < begin || u >= end) continue;
       const int next = u + 1 < end ? u + 1 : then;
+      auto load_next = [&] {  // in turn after exponentials that were due, otherwise after the operand before this one
+        const u32 turn = (pairs_due(u) > pairs_due(u - 1) ? latest_p : u > O_UNITS ? operand[next % 2][0] : 0) & zero;
+        load_operand(next, (next > 0 ? from.v_before : from.v_strip) | turn, from.k_next | turn);
+      };
       const bool same_buffer = next % 2 == u % 2;
-      const u32 pace = pairs_due(u) > pairs_due(u - 1) ? paced & zero : 0;
-      auto load_next = [&] { load_operand(next, (next > 0 ? from.v_before : from.v_strip) | pace, from.k_next | pace); };
       if (next >= 0 && !same_buffer) load_next();
       if (u == O_UNITS) clear(s_next);
       multiply(u, p, s_next);
@@ -260,25 +272,22 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_CTAS) fwd_sm80(con
 
   auto nothing = [](int) {};
 
-  // A hidden key has no influence, but 0 * v would be NaN if its v is inf or NaN. In masked tiles such values (there
-  // hardly ever are any) are replaced by 0, and what visible ones do to the output is made good at the end.
-  auto replace_nonfinite = [&](Element* v) {  // (TILE_N, TILE_DV) in smem
-    const u32 v_smem = smem_u32(v);
-    bool found = false;
-    for (int i = thread; i < TILE_N * TILE_DV / CHUNK_ELEMENTS; i += NUM_THREADS) {
-      u32 chunk[4];
-      ld_shared_v4(chunk, v_smem + i * CHUNK_BYTES);
-#pragma unroll
-      for (int j = 0; j < 4; j++) found |= nonfinite<Element>(chunk[j]) != 0;
+  auto is_full = [&](int tile) { return tile >= range.full_begin && tile < range.full_end; };
+  // All threads meet, with a tile that has arrived. A hidden key has no influence, but 0 * v would be NaN if its v is
+  // inf or NaN. In masked tiles such values (there hardly ever are any) are replaced by 0 here, before anybody reads
+  // them, and what visible ones do to the output is made good at the end.
+  auto meet = [&](int tile, int stage) {
+    Element* v = smem.ring[stage].v;  // (TILE_N, TILE_DV)
+    if (is_full(tile)) {
+      named_barrier_sync(TILE_BARRIER, NUM_THREADS);
+    } else if (__syncthreads_or(loaded_nonfinite<TILE_N, TILE_DV, NUM_THREADS>(v, thread))) {
+      for (int i = thread; i < TILE_N * TILE_DV; i += NUM_THREADS) {
+        if (nonfinite<Element>(v[i].bits)) v[i] = Element{0};
+      }
+      if (thread == 0) smem.replaced_values = true;
+      __syncthreads();
     }
-    if (!__syncthreads_or(found)) return;
-    for (int i = thread; i < TILE_N * TILE_DV; i += NUM_THREADS) {
-      if (nonfinite<Element>(v[i].bits)) v[i] = Element{0};
-    }
-    __syncthreads();
-    if (thread == 0) smem.replaced_values = true;
   };
-
   // Each warp on its rows of o in smem: a visible inf or NaN in v makes its column of the row inf or NaN.
   auto add_nonfinite = [&] {
     __syncwarp();
@@ -288,8 +297,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_CTAS) fwd_sm80(con
       Element& o = smem.o[Swizzle<TILE_DV>::offset(row, col) / sizeof(Element)];
       float sum = to_real(o);
       for (int n = range.begin * TILE_N; n < min(range.end * TILE_N, p.seqlen_k); n++) {
-        const int tile = n / TILE_N;
-        if (tile >= range.full_begin && tile < range.full_end) continue;
+        if (is_full(n / TILE_N)) continue;
         const Element value = v_gmem[n * p.v_stride[1] + col * p.v_stride[3]];
         if (nonfinite<Element>(value.bits) && visible(p, work.m0 + row, n)) sum += to_real(value);
       }
@@ -297,49 +305,54 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_CTAS) fwd_sm80(con
     }
   };
 
-  // Makes the next tile usable, and the stage of the one before the request for another.
-  auto next_tile = [&](int tile, int stage, const Scores& s) {
+  // Makes the next tile usable, and requests another for the stage of the one before, which all warps have left.
+  auto next_tile = [&](int tile, int stage, u32 x) {
     cp_async_wait<STAGES - 3>();
-    named_barrier_sync(TILE_BARRIER, NUM_THREADS);
-    load_kv(tile - (STAGES - 1), before(stage), thread_after(__float_as_uint(s[0][0][0])));
+    meet(tile - 1, after(stage));
+    load_kv(tile - (STAGES - 1), before(stage), thread_after(x));
   };
   auto walk_tile = [&](int tile, int stage) {
-    const bool masked = tile < range.full_begin || tile >= range.full_end;
-    if (masked) replace_nonfinite(smem.ring[stage].v);
+    if (OWN_RANGES && tile >= warp.end) {
+      if (tile > range.begin) next_tile(tile, stage, stage);
+      return;
+    }
+    const bool masked = tile < warp.full_begin || tile >= warp.full_end;
 #pragma unroll
     for (int strip = 0; strip < STRIPS; strip++) {
       const bool at_end = strip == STRIPS - 1;
-      const bool first = strip == 0 && tile == range.end - 1, last = at_end && tile == range.begin;
+      const bool first = strip == 0 && tile == warp.end - 1, last = at_end && tile == range.begin;
       const int n0 = tile * TILE_N + strip * STRIP;
       Scores &s = s_rmem[strip % 2], &s_next = s_rmem[(strip + 1) % 2];
       Probabilities &p_strip = p_rmem[strip % 2], &p_before = p_rmem[(strip + 1) % 2];
-      const u32 late = __float_as_uint(s[0][0][0]) & zero;
-      const Operands from = {late + (strip > 0 ? strip_v(stage, strip - 1) : strip_v(before(stage), STRIPS - 1)),
-                             late + strip_v(stage, strip),
-                             late + (at_end ? strip_k(after(stage), 0) : strip_k(stage, strip + 1))};
+      const u32 now = __float_as_uint(s[0][0][0]);  // known from the step before
+      const Operands from = {strip > 0 ? strip_v(stage, strip - 1, now) : strip_v(before(stage), STRIPS - 1, now),
+                             strip_v(stage, strip, now),
+                             at_end ? strip_k(after(stage), 0, now) : strip_k(stage, strip + 1, now)};
+      const int after_step = strip == STRIPS - 2 ? -1 : 0;  // nothing is loaded ahead over the barrier
       Rows sum;
       auto in_the_ordinary_way = [&] {
-        run(O_UNITS, UNITS, -1, {0, 0, strip_k(stage, strip)}, p_before, s, nothing);
+        run(O_UNITS, UNITS, -1, {0, 0, strip_k(stage, strip, latest_p)}, p_before, s, nothing);
         finish_scores(s, n0, masked);
         exponentiate_checked(s, p_strip, sum);
       };
       auto exponentials = [&](int u) {
         exponentiate(s, softmax.reference, p_strip, sum, pairs_due(u), pairs_due(u + 1));
       };
-      if (at_end && !last) next_tile(tile, stage, s);
+      if (at_end && !last) next_tile(tile, stage, now);
+      if (at_end) load_operand(0, from.v_before, 0);
       if (first) {
         in_the_ordinary_way();
-        run(O_UNITS, UNITS, 0, from, p_before, s_next, nothing);
+        run(O_UNITS, UNITS, after_step, from, p_before, s_next, nothing);
       } else {
         finish_scores(s, n0, masked);
         if (last) run(0, O_UNITS, 0, from, p_before, s_next, exponentials);
-        else run(0, UNITS, 0, from, p_before, s_next, exponentials);
+        else run(0, UNITS, after_step, from, p_before, s_next, exponentials);
         bool outgrown = false;  // or NaN
 #pragma unroll
         for (int r = 0; r < ROWS; r++) outgrown |= !(sum[r] <= MAX_LANE_SUM);
         if (__builtin_expect(__any_sync(~0u, outgrown), 0)) {
           in_the_ordinary_way();
-          load_operand(0, from.v_strip, 0);
+          if (after_step == 0) load_operand(0, from.v_strip, 0);
         }
       }
 #pragma unroll
@@ -347,13 +360,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_CTAS) fwd_sm80(con
     }
   };
 
+  if (thread == 0) smem.work = work, smem.replaced_values = false;
   if (range.begin < range.end) {
     const int first = range.end - 1;
-    if (thread == 0) smem.replaced_values = false;
     load_q();
     for (int i = 0; i < EARLY_TILES; i++) load_kv(first - i, i, thread);
     cp_async_wait<EARLY_TILES - 1>();
-    __syncthreads();
+    meet(first, 0);
 #pragma unroll
     for (int i = 0; i < Q_RMEM * M_BLOCKS; i++) {
       const int m = i % M_BLOCKS, d = i / M_BLOCKS;
@@ -365,18 +378,22 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_CTAS) fwd_sm80(con
     }
     int stage = 0;
     for (int tile = range.end - 1; tile >= range.begin; tile--, stage = after(stage)) walk_tile(tile, stage);
-    run(0, O_UNITS, -1, {strip_v(before(stage), STRIPS - 1), 0, 0}, p_rmem[1], s_rmem[0], nothing);
-    __syncthreads();  // o is about to overwrite the ring
+    const Operands from = {strip_v(before(stage), STRIPS - 1, 0), 0, 0};
+    if (!OWN_RANGES || range.begin < warp.end) run(0, O_UNITS, -1, from, p_rmem[1], s_rmem[0], nothing);
   }
+  __syncthreads();  // o is about to overwrite the ring
 
-  const u32 last_thread = thread_after(__float_as_uint(softmax.sum[0])), last_lane = last_thread % 32;
+  // Everything about the thread and its work anew, as none of it was kept.
+  const u32 same_thread = thread + (__float_as_uint(softmax.sum[0]) & (u32)p.num_heads_q >> 31);
+  const u32 same_lane = same_thread % 32, same_warp_row = same_thread / 32 * WARP_ROWS;
+  const Work done = smem.work;
 #pragma unroll
   for (int r = 0; r < ROWS; r++) {
     float inverse, lse;
     softmax.finish(r, inverse, lse);
-    const int row = q_row(last_thread, r);
-    if (p.lse && last_lane % 4 == 0 && row < p.seqlen_q) {
-      p.lse[((i64)work.batch * p.num_heads_q + work.head) * p.seqlen_q + row] = lse;
+    const int row = done.m0 + lane_row(same_thread, r);
+    if (p.lse && same_lane % 4 == 0 && row < p.seqlen_q) {
+      p.lse[((i64)done.batch * p.num_heads_q + done.head) * p.seqlen_q + row] = lse;
     }
 #pragma unroll
     for (int i = 0; i < DV_BLOCKS * 4; i++) o_rmem[r / 2][i / 2][r % 2 * 2 + i % 2] *= inverse;
@@ -384,12 +401,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_CTAS) fwd_sm80(con
 #pragma unroll
   for (int i = 0; i < M_BLOCKS * DV_BLOCKS * 2; i++) {
     const int m = i % M_BLOCKS, n = i / M_BLOCKS;
-    store_accumulator<TILE_DV>(smem.o, last_thread / 32 * WARP_ROWS + m * BLOCK, n * 8, o_rmem[m][n], last_lane);
+    store_accumulator<TILE_DV>(smem.o, same_warp_row + m * BLOCK, n * 8, o_rmem[m][n], same_lane);
   }
-  if (range.begin < range.end && smem.replaced_values) add_nonfinite();
+  if (smem.replaced_values) add_nonfinite();
   __syncwarp();
-  const int row = work.m0 + last_thread / 32 * WARP_ROWS;
-  Element* o_gmem = p.o + work.batch * p.o_stride[0] + work.head * p.o_stride[2] + row * p.o_stride[1];
+  const int row = done.m0 + same_warp_row;
+  Element* o_gmem = p.o + done.batch * p.o_stride[0] + done.head * p.o_stride[2] + row * p.o_stride[1];
   const GmemTile<Element> o = {o_gmem, p.o_stride[1], p.o_stride[3], p.seqlen_q - row, p.head_dim_v};
-  store_tile<WARP_ROWS, TILE_DV, WIDE_O, RAGGED_D, 32>(o, smem.o + last_thread / 32 * WARP_ROWS * TILE_DV, last_lane);
+  store_tile<WARP_ROWS, TILE_DV, WIDE_O, RAGGED_D, 32>(o, smem.o + same_warp_row * TILE_DV, same_lane);
 }

@@ -41,8 +41,8 @@ __device__ __forceinline__ float lg2(float x) {
   return y;
 }
 
-// 9.7.13.7 redux.sync: x of all lanes, or-ed. Of an x that all lanes share it is the same x, now known to be uniform: it
-// and what is computed from it can live in the registers that a warp shares (sm_80 and later; before, it is only x).
+// 9.7.13.7 redux.sync: x of all lanes, or-ed. Of an x that all lanes share it is the same x, now known to be uniform:
+// it and what is computed from it can live in registers that the warp shares (sm_80 and later; before, it is only x).
 __device__ __forceinline__ unsigned redux_or(unsigned x) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   unsigned y;

@@ -72,14 +72,16 @@ __device__ __forceinline__ void load_tile(Element* tile_smem, const GmemTile<con
       if constexpr (WIDE) {
         cp_async<CHUNK_BYTES>(dst, gmem + (col - col0), row_ok && (!RAGGED || col < src.cols));
       } else {
-        u32 chunk[CHUNK_ELEMENTS / 2] = {};
+#pragma unroll 2  // more loads in flight would take registers that hold accumulators
+        for (int pair = 0; pair < CHUNK_ELEMENTS / 2; pair++) {
+          u32 bits[2] = {};
 #pragma unroll
-        for (int e = 0; e < CHUNK_ELEMENTS; e++) {
-          if (row_ok && (!RAGGED || col + e < src.cols)) {
-            chunk[e / 2] |= u32(gmem[(col - col0 + e) * src.col_stride].bits) << (e % 2 * 16);
+          for (int i = 0; i < 2; i++) {
+            const int e = col + pair * 2 + i;
+            if (row_ok && (!RAGGED || e < src.cols)) bits[i] = gmem[(e - col0) * src.col_stride].bits;
           }
+          st_shared(dst + pair * 4, bits[0] | bits[1] << 16);
         }
-        st_shared_v4(dst, chunk);
       }
     }
   }

@@ -52,8 +52,8 @@ def _fwd_sm80_smem(row: Row, tile_d: int, tile_dv: int, itemsize: int) -> int:
 def _bwd_sm80_smem(row: Row, tile_d: int, tile_dv: int, itemsize: int) -> int:
     queries = row.tile_m * (tile_d + tile_dv) * itemsize + row.tile_m * 2 * 4  # q, do; lse, delta
     scores = row.tile_n * row.tile_m * itemsize
-    flag = 8
-    return row.tile_n * (tile_d + tile_dv) * itemsize + row.stages * (queries + scores) + flag
+    walk = 8 * (16 + 32) + 16  # what the kernel notes of eight query tiles, and a flag
+    return row.tile_n * (tile_d + tile_dv) * itemsize + row.stages * (queries + scores) + walk
 
 
 def _fwd_sm90_smem(row: Row, tile_d: int, tile_dv: int, itemsize: int) -> int:
@@ -70,12 +70,13 @@ def _bwd_sm90_smem(row: Row, tile_d: int, tile_dv: int, itemsize: int) -> int:
     columns = sum(-(-d // 64) * 64 for d in (tile_d, tile_dv))  # whole chunks of 64 columns
     scores = row.tile_m * row.tile_n
     if dict(row.knobs)["LARGE_HEADS"]:
-        handed_over, barriers = 2 * 2 * scores, 3 + 4 * row.stages + 8  # p and ds, two of each
+        handed_over, barriers = 2 * 2 * scores, 4 + 4 * row.stages + 8  # p and ds, two of each
     else:
-        handed_over, barriers = 2 * scores, 4 + 3 * row.stages + 4  # two ds
+        handed_over, barriers = 2 * scores, 5 + 3 * row.stages + 4  # two ds
     elements = (row.tile_n + row.stages * row.tile_m) * columns + handed_over
     lse_and_delta = row.stages * row.tile_m * 2 * 4
-    return -(-(elements * itemsize + lse_and_delta + barriers * 8) // 1024) * 1024
+    flag = 8
+    return -(-(elements * itemsize + lse_and_delta + barriers * 8 + flag) // 1024) * 1024
 
 
 def _no_smem(row: Row, tile_d: int, tile_dv: int, itemsize: int) -> int:
@@ -104,9 +105,11 @@ def _bwd_simt_smem(row: Row, tile_d: int, tile_dv: int, itemsize: int) -> int:
 
 
 def _fwd_sm80(head_dim: int, tile_m: int, tile_n: int, threads: int, stages: int, min_ctas: int, strip: int,
-              why: str, q_blocks: int = 16) -> Row:  # fmt: skip
-    """`strip`: keys of a pipeline step; `q_blocks`: 16-column blocks of q held in registers."""
-    return Row(head_dim, tile_m, tile_n, threads, stages, min_ctas, why, (("STRIP", strip), ("Q_BLOCKS", q_blocks)))
+              q_blocks: int, why: str, *, warp_ranges: bool = False) -> Row:  # fmt: skip
+    """`strip`: keys of a pipeline step; `q_blocks`: 16-column blocks of q held in registers, the others are read from
+    shared memory in every step; `warp_ranges`: warps skip tiles that only other warps see."""
+    knobs = ("STRIP", strip), ("Q_BLOCKS", q_blocks), ("WARP_RANGES", warp_ranges)
+    return Row(head_dim, tile_m, tile_n, threads, stages, min_ctas, why, knobs)
 
 
 def _bwd_sm80(head_dim: int, tile_m: int, tile_n: int, warps: int, split: int, kept: tuple[int, int],
@@ -192,9 +195,9 @@ KERNELS: dict[str, Kernel] = {
         pad=16,
         smem_bytes=_fwd_sm80_smem,
         rows=(
-            _fwd_sm80(64, 128, 64, 128, 3, 2, 32, "32 rows a warp: an operand read from shared memory feeds two products"),
-            _fwd_sm80(128, 128, 32, 128, 3, 2, 16, "q in registers leaves room for strips of 16 keys"),
-            _fwd_sm80(256, 128, 32, 256, 3, 1, 16, "16 rows a warp: the registers hold no more of o"),
+            _fwd_sm80(64, 128, 64, 128, 3, 2, 32, 16, "32 rows a warp: an operand read feeds two products"),
+            _fwd_sm80(128, 128, 32, 128, 3, 2, 16, 6, "as much of q in registers as fits beside o"),
+            _fwd_sm80(256, 128, 32, 256, 3, 1, 16, 16, "16 rows a warp: the registers hold no more of o"),
         ),
     ),
     "fwd_sm90": Kernel(

@@ -48,11 +48,11 @@ inline void named_barrier_arrive(int id, int threads, EMU_SITE) {
   emu::cta_barrier(id, threads, false, emu::Vote::OR, 0, site);
 }
 
-inline int ld_acquire(const int* flag, EMU_SITE) {
+EMU_ATOMIC inline int ld_acquire(const int* flag, EMU_SITE) {
   emu::atomic_point(flag, 4, false, true, site);
   return *flag;
 }
-inline void red_release_add(int* flag, int x, EMU_SITE) {
+EMU_ATOMIC inline void red_release_add(int* flag, int x, EMU_SITE) {
   emu::atomic_point(flag, 4, true, false, site);
   *flag += x;
 }
