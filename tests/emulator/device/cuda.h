@@ -129,24 +129,24 @@ EMU_SHUFFLE(__shfl_xor_sync, XOR, int)
 
 // ---- atomics and fences ---------------------------------------------------------------------------------------------
 // Threads change places only at calls of the runtime, so the plain operation is atomic.
-template <class T> T emu_atomic(T* p, emu::Site site, T (*change)(T, T), T operand) {
+template <class T> EMU_ATOMIC T emu_atomic(T* p, emu::Site site, T (*change)(T, T), T operand) {
   emu::atomic_point(p, sizeof(T), true, false, site);
   const T old = *p;
   *p = change(old, operand);
   return old;
 }
-#define EMU_ATOMIC(name, expression)                                          \
+#define EMU_CHANGE(name, expression)                                          \
   template <class T> T name(T* p, decltype(T() + 0) x, EMU_SITE) {            \
     return emu_atomic<T>(p, site, [](T a, T b) { return T(expression); }, x); \
   }
-EMU_ATOMIC(atomicAdd, a + b)
-EMU_ATOMIC(atomicSub, a - b)
-EMU_ATOMIC(atomicMax, a > b ? a : b)
-EMU_ATOMIC(atomicMin, a < b ? a : b)
-EMU_ATOMIC(atomicExch, (void(a), b))
-EMU_ATOMIC(atomicOr, a | b)
-#undef EMU_ATOMIC
-template <class T> T atomicCAS(T* p, T expected, T desired, EMU_SITE) {
+EMU_CHANGE(atomicAdd, a + b)
+EMU_CHANGE(atomicSub, a - b)
+EMU_CHANGE(atomicMax, a > b ? a : b)
+EMU_CHANGE(atomicMin, a < b ? a : b)
+EMU_CHANGE(atomicExch, (void(a), b))
+EMU_CHANGE(atomicOr, a | b)
+#undef EMU_CHANGE
+template <class T> EMU_ATOMIC T atomicCAS(T* p, T expected, T desired, EMU_SITE) {
   emu::atomic_point(p, sizeof(T), true, true, site);
   const T old = *p;
   if (old == expected) *p = desired;

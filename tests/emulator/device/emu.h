@@ -34,9 +34,10 @@ void store_shared(unsigned smem, const void* registers, unsigned bytes, Site sit
 void load_global(void* registers, const void* gmem, unsigned bytes, Site site);
 void store_global(void* gmem, const void* registers, unsigned bytes, Site site);
 void add_global(float* gmem, const float* registers, unsigned count, Site site);  // red.add
-// Comes before an atomic access to global memory: another thread may get in between. `polling`: the kernel may be
-// waiting there for a value that another thread writes.
-void atomic_point(const void* gmem, unsigned bytes, bool write, bool polling, Site site);
+// Comes before an atomic access: another thread may get in between. `polling`: the kernel may be waiting there for a
+// value that another thread writes.
+#define EMU_ATOMIC __attribute__((no_sanitize("thread")))  // its accesses have been checked
+void atomic_point(const void* pointer, unsigned bytes, bool write, bool polling, Site site);
 void pause(Site site);  // a place where another thread may run
 [[noreturn]] void trap(const char* what, Site site);
 

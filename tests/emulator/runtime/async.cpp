@@ -57,8 +57,8 @@ void finish_copies(Thread& thread) {
 
 // ---- global memory between threads ----------------------------------------------------------------------------------
 
-void atomic_point(const void* gmem, unsigned bytes, bool write, bool polling, Site site) {
-  if (bytes) check_plain(static_cast<const char*>(gmem), bytes, write ? Access::WRITE : Access::READ, site);
+void atomic_point(const void* pointer, unsigned bytes, bool write, bool polling, Site site) {
+  if (bytes) check_plain(static_cast<const char*>(pointer), bytes, write ? Access::ATOMIC : Access::READ, site);
   if (polling) return poll(site);
   pause(site);
 }

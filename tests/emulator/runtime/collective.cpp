@@ -11,10 +11,6 @@ namespace {
         lane_list(other.arrived).c_str(), other.name, other.where.text().c_str(), name);
 }
 
-void pass_meeting(Warp& warp) {
-  for (Thread* thread : warp.threads) thread->meetings++;
-}
-
 void drop(Warp& warp, Collective* done) {
   std::erase_if(warp.collectives, [&](auto& collective) { return collective.get() == done; });
 }
@@ -49,7 +45,7 @@ void collective(const char* name, uint64_t variant, unsigned mask, void* slot, W
   meeting->arrived |= bit;
   if (meeting->arrived != mask) return block({Wait::COLLECTIVE, meeting, 0, where});
   act(warp, *meeting);
-  if (mask == warp.alive) pass_meeting(warp);
+  if (mask == warp.alive) race::meet(warp);
   drop(warp, meeting);
   for (unsigned lane = 0; lane < WARP_SIZE; lane++) {
     if (mask >> lane & 1 && lane != self.lane) wake(warp.threads[lane]);
@@ -166,7 +162,7 @@ void warp_arrives(Warp& warp, const Arrival& arrival, Where where) {
 void gathered(Warp& warp) {
   const std::unique_ptr<Collective> gathering = std::move(warp.barrier);
   const Arrival arrival = *static_cast<Arrival*>(gathering->slots[__builtin_ctz(gathering->arrived)]);
-  pass_meeting(warp);
+  race::meet(warp);
   if (!arrival.wait) {
     for (unsigned lane = 0; lane < WARP_SIZE; lane++) {
       if (gathering->arrived >> lane & 1 && warp.threads[lane]->state == Thread::WAITING) wake(warp.threads[lane]);

@@ -92,7 +92,6 @@ struct Thread {
   unsigned index = 0, lane = 0;
   enum { READY, WAITING, DONE } state = DONE;
   Wait wait;
-  uint32_t meetings = 0; // instructions of its whole warp that it has passed
   bool polled = false;  // has only polled since it last waited for anything else
   void* stack = nullptr;
 
@@ -194,7 +193,7 @@ void poll(Where where);                  // lets everything else happen first
 bool mixed(Timing timing);               // whether an operation issued now does its work at once
 
 // memory.cpp
-enum class Access { READ, WRITE };
+enum class Access { READ, WRITE, ATOMIC };
 void check_global(const void* pointer, unsigned bytes, unsigned alignment, Access access, Where where);
 // The host address of shared memory, its bounds and alignment checked...
 char* shared_pointer(unsigned smem, unsigned bytes, unsigned alignment, Access access, Where where);
@@ -244,6 +243,7 @@ namespace race {
 void begin_run(unsigned threads_per_cta, unsigned shared_bytes, unsigned slots);
 void begin_cta(Cta& cta);
 bool knows(const Thread& thread, unsigned member, uint32_t step);
+void meet(Warp& warp);  // all its lanes have come to an instruction of the whole warp
 void release(Thread& thread, Clock& into);
 void acquire(Thread& thread, const Clock& from);
 void knows_agent(Thread& thread, unsigned agent, uint32_t step);

@@ -117,7 +117,7 @@ void check_global(const void* pointer, unsigned bytes, unsigned alignment, Acces
     out_of_bounds(start, bytes, access, where);
   }
   if (reinterpret_cast<uintptr_t>(start) % alignment) misaligned(start, bytes, alignment, access, where);
-  if (access == Access::WRITE && !buffer->writable) {
+  if (access != Access::READ && !buffer->writable) {
     blame("write to constant", where, "writes %u bytes %s", bytes, place_in(buffer, start).c_str());
   }
 }

@@ -1,9 +1,9 @@
 // Unordered accesses to shared memory, found whatever order the threads happened to take: every two bytes remember who
 // wrote and read them last, and clocks that travel along barriers tell whether that is known to have happened before.
 //
-// Lanes of a warp are threads like any others: between them only __syncwarp orders. One thing is let pass: a lane may
-// overwrite what another lane of its warp has read if an instruction of the whole warp (mma, ldmatrix, a shuffle) came
-// in between, which no lane passes before the others have come to it.
+// Lanes of a warp are threads like any others: between them only __syncwarp orders. One thing is let pass: what a lane
+// has read may be overwritten by whoever is ordered after a later instruction of its whole warp (mma, ldmatrix, wgmma, a
+// shuffle), which no lane passes before the others have come to it. So clocks count those of every warp, too.
 #include <algorithm>
 
 #include "machine.h"
@@ -17,12 +17,13 @@ struct Write {
   uint32_t step = 0;  // 0: none
   uint16_t member = 0;
   bool generic = true;  // by a thread rather than the asynchronous proxy
+  bool atomic = false;
   Where where;
 };
 struct Read {
   uint32_t step = 0;
   uint16_t member = 0;
-  uint32_t meetings = 0;  // of the warp, when a lane read
+  uint32_t meetings = 0;  // of the lane's warp until then
 };
 
 // The shared memory of a slot.
@@ -37,6 +38,7 @@ unsigned thread_count, warps, warpgroups, columns;
 bool off() { return !machine.launch.check_races; }
 History& history(const Cta& cta) { return histories[cta.slot]; }
 unsigned warp_column(const Thread& thread) { return thread.warp->index; }
+unsigned meetings_of(unsigned warp) { return thread_count + warpgroups + MBARRIERS + warp; }  // a member of the clocks
 unsigned bulk_column() { return warps + warpgroups; }
 
 std::string member_name(unsigned member) {
@@ -63,8 +65,9 @@ struct Granules {
   Granules(unsigned offset, unsigned bytes) : first(offset / GRANULE), last((offset + bytes - 1) / GRANULE) {}
 };
 
-void check_last_write(const Thread& thread, const Write& write, unsigned granule, const char* does, Where where) {
-  if (!write.step || knows(thread, write.member, write.step)) return;
+void check_last_write(const Thread& thread, const Write& write, unsigned granule, const char* does, Where where,
+                      bool atomic = false) {
+  if (!write.step || (write.atomic && atomic) || knows(thread, write.member, write.step)) return;
   const char* did = write.step == UNFINISHED ? "began to copy (and has not waited for)" : "wrote";
   report(granule, does, did, write.member, where, &write.where);
 }
@@ -73,7 +76,7 @@ void check_last_reads(const Thread& thread, const Read* reads, unsigned granule,
   for (unsigned column = 0; column < columns; column++) {
     const Read& read = reads[column];
     if (!read.step || knows(thread, read.member, read.step)) continue;
-    if (column == warp_column(thread) && thread.meetings > read.meetings) continue;
+    if (column < warps && thread.clock[meetings_of(column)] > read.meetings) continue;
     report(granule, does, read.step == UNFINISHED ? "still reads" : "read", read.member, where, nullptr);
   }
 }
@@ -89,14 +92,14 @@ void check_proxy_fence(const Thread& issuer, const Write& write, unsigned granul
        issuer.name().c_str(), does, byte_name(granule).c_str(), where.text().c_str(), written.c_str());
 }
 
-void write(Thread& thread, unsigned offset, unsigned bytes, uint32_t step, Where where) {
+void write(Thread& thread, unsigned offset, unsigned bytes, uint32_t step, Where where, bool atomic = false) {
   History& h = history(*thread.cta);
   const Granules granules(offset, bytes);
   for (unsigned g = granules.first; g <= granules.last; g++) {
     Read* reads = &h.reads[g * columns];
-    check_last_write(thread, h.writes[g], g, "writes", where);
+    check_last_write(thread, h.writes[g], g, "writes", where, atomic);
     check_last_reads(thread, reads, g, "writes", where);
-    h.writes[g] = {step, uint16_t(thread.index), true, where};
+    h.writes[g] = {step, uint16_t(thread.index), true, atomic, where};
     std::fill(reads, reads + columns, Read());
   }
 }
@@ -118,7 +121,7 @@ void begin_run(unsigned threads_per_cta, unsigned shared_bytes, unsigned slots) 
   for (History& h : histories) {
     h.writes.resize(granules);
     h.reads.resize(granules * columns);
-    h.highest.assign(thread_count + warpgroups + MBARRIERS, 0);
+    h.highest.assign(meetings_of(warps), 0);
   }
 }
 
@@ -131,6 +134,12 @@ void begin_cta(Cta& cta) {
     for (unsigned i = 0; i < thread_count; i++) thread.clock[i] -= i != thread.index;
     thread.proxy_fences.assign(1, highest[thread.index] - 1);
   }
+}
+
+void meet(Warp& warp) {
+  if (off()) return;
+  const uint32_t meetings = ++history(*warp.cta).highest[meetings_of(warp.index)];
+  for (Thread* thread : warp.threads) thread->clock[meetings_of(warp.index)] = meetings;
 }
 
 void release(Thread& thread, Clock& into) {
@@ -151,10 +160,11 @@ void knows_agent(Thread& thread, unsigned agent, uint32_t step) {
 
 void access(Thread& thread, unsigned offset, unsigned bytes, Access access, Where where) {
   if (off()) return;
-  if (access == Access::WRITE) return write(thread, offset, bytes, thread.clock[thread.index], where);
+  const uint32_t step = thread.clock[thread.index];
+  if (access != Access::READ) return write(thread, offset, bytes, step, where, access == Access::ATOMIC);
   History& h = history(*thread.cta);
   const Granules granules(offset, bytes);
-  const Read read = {thread.clock[thread.index], uint16_t(thread.index), thread.meetings};
+  const Read read = {step, uint16_t(thread.index), thread.clock[meetings_of(warp_column(thread))]};
   for (unsigned g = granules.first; g <= granules.last; g++) {
     check_last_write(thread, h.writes[g], g, "reads", where);
     h.reads[g * columns + warp_column(thread)] = read;
@@ -200,7 +210,7 @@ void agent_writes(Thread& issuer, unsigned agent, uint32_t step, unsigned offset
     check_last_write(issuer, h.writes[g], g, "starts TMA writes to", where);
     check_proxy_fence(issuer, h.writes[g], g, "starts TMA writes to", where);
     check_last_reads(issuer, reads, g, "starts TMA writes to", where);
-    h.writes[g] = {step, uint16_t(agent), false, where};
+    h.writes[g] = {step, uint16_t(agent), false, false, where};
     std::fill(reads, reads + columns, Read());
   }
 }
