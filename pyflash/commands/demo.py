@@ -19,7 +19,7 @@ _RUNS = 5
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seqlen", type=size, metavar="N", help="tokens (default: 8k on a GPU, 2k on the CPU)")
+    parser.add_argument("--seqlen", type=size, metavar="N", help="tokens (default: 4k on a GPU, 2k on the CPU)")
     parser.add_argument("--heads", type=size, metavar="N", help="heads (default: 16 on a GPU, 4 on the CPU)")
     parser.add_argument("--cpu", action="store_true", help="use NumPy even where there is a GPU")
 
@@ -52,7 +52,7 @@ class _Machine:
 
 
 class _Gpu(_Machine):
-    dtype, seqlen, heads, head_dim = "float16", 8192, 16, 128
+    dtype, seqlen, heads, head_dim = "float16", 4096, 16, 128
 
     def __init__(self, name: str):
         import cupy

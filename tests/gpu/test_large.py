@@ -34,9 +34,10 @@ def needs_memory(nbytes: float) -> None:
         pytest.skip(f"needs {nbytes / 1e9:.0f} GB of the GPU's memory, {free / 1e9:.0f} GB are free")
 
 
-def close(got, want, dtype: str) -> None:
+def close(got, want, dtype: str, floor: float = 0.0) -> None:
+    """`floor`: a magnitude that counts where the right values are nothing but rounding, as dq is for a single key."""
     got, want = cp.asnumpy(got).astype(np.float64), np.asarray(want, np.float64)
-    assert np.abs(got - want).max() <= BOUNDS[dtype] * np.abs(want).max()
+    assert np.abs(got - want).max() <= BOUNDS[dtype] * max(np.abs(want).max(), floor)
 
 
 @pytest.mark.parametrize("name", LARGE_CASES)
@@ -55,7 +56,7 @@ def test_many_batches_and_heads(name):
         inputs = [cp.asnumpy(a[part]).astype(np.float64) for a in (q, k, v, dout)]
         close(out[part], reference.attention(*inputs[:3])[0], dtype)
         for got, want in zip(gradients, reference.attention_backward(inputs[3], *inputs[:3]), strict=True):
-            close(got[part], want, dtype)
+            close(got[part], want, dtype, floor=0.1)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
