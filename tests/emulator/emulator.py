@@ -13,6 +13,7 @@ import re
 import shutil
 import struct
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
@@ -43,20 +44,26 @@ class EmulatorError(Exception):
 
 def compiler() -> str | None:
     """The C++ compiler, or None."""
-    for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
+    for name in (os.environ.get("CXX"), "g++", "c++"):
         if name and shutil.which(name):
             return shutil.which(name)
     return None
 
 
+@cache
 def unavailable() -> str | None:
     """Why programs cannot be emulated here, or None."""
+    if sys.platform != "linux":
+        return f"the emulator needs Linux, this is {sys.platform}"
     if compiler() is None:
-        return "the emulator needs a C++ compiler (g++ 11 or later): neither $CXX, c++, g++ nor clang++ was found"
-    try:
-        _runtime()
-    except EmulatorError as error:
-        return f"the emulator does not build here: {error}"
+        return "the emulator needs a C++ compiler (g++ 11 or later): neither $CXX, g++ nor c++ was found"
+    with tempfile.TemporaryDirectory() as folder:
+        probe = Path(folder) / "probe.cpp"
+        probe.write_text("#include <source_location>\nvoid f(int* p) { *p = 1; }\n")
+        try:
+            _compile([*_KERNEL_FLAGS, "-c", str(probe), "-o", str(probe.with_suffix(".o"))], probe.name)
+        except EmulatorError as error:
+            return f"the emulator needs g++ 11 or later, {compiler()} is something else: {error}"
     return None
 
 
@@ -134,6 +141,11 @@ def _runtime() -> ctypes.CDLL:
     return library
 
 
+def prepare() -> None:
+    """Build the runtime; otherwise the first use does."""
+    _runtime()
+
+
 _OWN = "emulator:"  # in front of the names of the emulator's own headers
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)".*$')
 _ALIGNED = r"(?:(?:__align__|alignas)\s*\(\s*(?P<alignment>\d+)\s*\)\s*)?"
@@ -188,6 +200,7 @@ def build(text: str, kernel: str, headers: Mapping[str, str] | None = None) -> K
     """Compile a program for the emulator. `headers` holds the texts of what it includes."""
     if reason := unavailable():
         raise EmulatorError("unavailable", reason)
+    _runtime()  # whose functions the library will look for
     text = f'#include "cuda.h"\n#line 1\n{text}\nEMU_ENTRY({kernel})\n'
     lines = _flatten(text, headers or {}, f"{kernel}.generated.cu", set())
     source, smem_alignment = _declare_shared("\n".join(lines))

@@ -40,7 +40,7 @@ def _built(kernel: str, text: str) -> emulator.Kernel:
 def build(launches: Iterable[Launch]) -> None:
     """Compile kernels ahead, several at a time. Errors are kept for when they are run."""
     programs = {(launch.kernel, source.program(launch)) for launch in launches}
-    emulator.unavailable()  # builds the runtime, before several threads ask for it
+    emulator.prepare()
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         for program in sorted(programs):
             pool.submit(_built, *program)
