@@ -1,0 +1,228 @@
+"""The way of a GPU call up to the driver: what is launched, with which arguments, on which device and stream."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from fake_cupy import FakeCuPy
+from test_params import ctypes_struct
+
+import pyflash
+from pyflash import api, debug, params, tma
+from pyflash.errors import LaunchError
+
+KERNELS_OF = {
+    ("sm80", False): ["fwd_sm80"],
+    ("sm80", True): ["bwd_delta", "bwd_sm80", "bwd_convert"],
+    ("simt", False): ["fwd_simt"],
+    ("simt", True): ["bwd_delta", "bwd_simt", "bwd_simt"],
+    ("sm90", False): ["fwd_sm90"],
+}
+DTYPE_OF = {"sm80": "float16", "sm90": "float16", "simt": "float32"}
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    fake = FakeCuPy()
+    fake.install(monkeypatch)
+    yield fake
+    fake.uninstall()
+
+
+def inputs(gpu, dtype="float16", seqlen=100, offset=0):
+    return [gpu.ndarray((2, seqlen, 4, 64), dtype, offset) for _ in range(3)]
+
+
+def structs(gpu, calls):
+    """The arguments of each call, as C sees them. Read while the memory still holds them."""
+    found = []
+    for call in calls:
+        launch = gpu.functions[call.function]
+        found.append((launch, call.read(ctypes_struct(launch.kernel, launch.real))))
+    return found
+
+
+@pytest.mark.parametrize("family, backward", KERNELS_OF)
+def test_every_argument_arrives(gpu, family, backward):
+    dtype = DTYPE_OF[family]
+    q, k, v = inputs(gpu, dtype)
+    seen = []
+    gpu.on_launch = lambda call: seen.append((call, structs(gpu, [call])[0]))
+    gpu.stream = 77
+    with debug.families(family):
+        if backward:
+            dout, out = (gpu.ndarray((2, 100, 4, 64), dtype) for _ in range(2))
+            lse, dlse = (gpu.ndarray((2, 4, 100), "float32") for _ in range(2))
+            results = pyflash.flash_attention_backward(dout, q, k, v, out, lse, dlse=dlse, causal=True)
+            arrays = {"q": q, "k": k, "v": v, "dout": dout, "o": out, "lse": lse, "dlse": dlse}
+            arrays |= dict(zip(("dq", "dk", "dv"), results, strict=True))
+        else:
+            out, lse = pyflash.flash_attention(q, k, v, causal=True, return_lse=True)
+            arrays = {"q": q, "k": k, "v": v, "o": out, "lse": lse}
+    assert [launch.kernel for _, (launch, _) in seen] == KERNELS_OF[family, backward]
+    for call, (launch, struct) in seen:
+        assert (call.grid, call.block, call.smem_bytes) == (launch.grid, launch.block, launch.smem_bytes)
+        assert call.stream == 77 and call.device_id == 0
+        given = dict(launch.arrays)
+        for field in params.TABLES[launch.kernel]:
+            got = getattr(struct, field.name)
+            if field.kind == "tensor_map":
+                assert got[0] == arrays[dict(launch.tensor_maps)[field.name].array].data.ptr
+            elif field.kind == "pointer" and given.get(field.name) in arrays:
+                assert got == arrays[given[field.name]].data.ptr
+            elif field.kind == "pointer":
+                assert (got is None) == (field.name not in given), field.name
+            elif field.name.endswith("_stride") and field.name.removesuffix("_stride") in arrays:
+                array = arrays[field.name.removesuffix("_stride")]
+                if field.name.removesuffix("_stride") in given:
+                    assert tuple(got) == tuple(s // array.dtype.itemsize for s in array.strides)
+            elif field.kind == "real":
+                assert got == pytest.approx(dict(launch.values)[field.name], rel=1e-6)
+            elif field.kind == "i32":
+                assert got == dict(launch.values)[field.name]
+
+
+def test_pieces_of_the_workspace_are_handed_to_all_kernels_alike(gpu):
+    q, k, v = inputs(gpu)
+    out, lse = gpu.ndarray(q.shape, "float16"), gpu.ndarray((2, 4, 100), "float32")
+    seen = []
+    gpu.on_launch = lambda call: seen.append(structs(gpu, [call])[0][1])
+    with debug.families("sm80"):
+        pyflash.flash_attention_backward(out, q, k, v, out, lse, deterministic=True)
+    delta, main, convert = seen
+    assert delta.delta == main.delta and delta.dq_accum == main.dq_accum == convert.dq_accum
+    assert delta.semaphore == main.semaphore
+    rows = 2 * 4 * 100
+    assert main.dq_accum >= main.delta + 4 * rows and main.semaphore >= main.dq_accum + 4 * rows * 64
+
+
+def test_a_repeated_call_makes_no_new_plan_but_uses_the_new_arrays(gpu):
+    pointers = []
+    gpu.on_launch = lambda call: pointers.append([structs(gpu, [call])[0][1].q, call.function])
+    first, second = inputs(gpu), inputs(gpu)
+    for arrays in (first, second, first):
+        pyflash.flash_attention(*arrays)
+    assert [p for p, _ in pointers] == [first[0].data.ptr, second[0].data.ptr, first[0].data.ptr]
+    assert len({function for _, function in pointers}) == 1 and len(api._prepared) == 1
+
+
+@pytest.mark.parametrize("change", [{"seqlen": 101}, {"dtype": "float32"}, {"offset": 2}, {"device": 1}, {"scale": 0.5},
+                                    {"causal": True}, {"lse": True}, {"families": ("sm80",)}], ids=str)  # fmt: skip
+def test_whatever_a_plan_depends_on_makes_a_new_one(gpu, change):
+    """And in either order of the calls the right one is used."""
+    kernels = []
+    gpu.on_launch = lambda call: kernels.append(call.function)
+
+    def call(seqlen=100, dtype="float16", offset=0, device=0, scale=None, causal=False, lse=False, families=()):
+        gpu.current = device
+        arrays = inputs(gpu, dtype, seqlen, offset)
+        gpu.current = 0
+        with debug.families(*(families or ("sm90", "sm80", "simt"))):
+            pyflash.flash_attention(*arrays, softmax_scale=scale, causal=causal, return_lse=lse)
+
+    for options in ({}, change, {}, change):
+        call(**options)
+    assert kernels[0] == kernels[2] != kernels[1] == kernels[3]
+
+
+def test_the_arrays_device_is_current_for_the_launch_and_only_for_it(gpu):
+    gpu.current = 1
+    arrays = inputs(gpu)
+    gpu.current = 0
+    out = pyflash.flash_attention(*arrays)
+    assert gpu.calls[0].device_id == 1 and out.data.device_id == 1 and gpu.current == 0
+
+
+def test_the_current_device_is_restored_after_a_failure_too(gpu):
+    gpu.current = 1
+    arrays = inputs(gpu)
+    gpu.current = 0
+
+    def refuse(call):
+        raise RuntimeError("CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES")
+
+    gpu.on_launch = refuse
+    with pytest.raises(LaunchError, match=r"refused to launch fwd_.*\[q \(2, 100, 4, 64\).*OUT_OF_RESOURCES"):
+        pyflash.flash_attention(*arrays)
+    assert gpu.current == 0
+
+
+def test_arrays_on_two_devices_are_refused(gpu):
+    q, k, v = inputs(gpu)
+    gpu.current = 1
+    k = gpu.ndarray(k.shape, k.dtype)
+    with pytest.raises(ValueError, match=r"^k: got an array on CUDA device 1, takes one on device 0, as q"):
+        pyflash.flash_attention(q, k, v)
+    assert not gpu.calls
+
+
+def test_an_array_of_the_cpu_among_them_is_refused(gpu):
+    q, k, v = inputs(gpu)
+    with pytest.raises(TypeError, match=r"^v: got a numpy array, takes cupy, as q"):
+        pyflash.flash_attention(q, k, np.zeros(v.shape, v.dtype))
+
+
+def test_nothing_is_launched_where_there_is_nothing_to_compute(gpu):
+    q, k, v = (gpu.ndarray((2, length, 4, 64), "float16") for length in (0, 100, 100))
+    out, lse = pyflash.flash_attention(q, k, v, return_lse=True)
+    assert out.shape == q.shape and lse.shape == (2, 4, 0) and not gpu.calls
+
+
+def test_threads_do_not_share_arguments(gpu):
+    """Two threads in the same prepared call at the same moment each pass their own arrays."""
+    barrier, seen, lock = threading.Barrier(4, timeout=10), {}, threading.Lock()
+    pyflash.flash_attention(*inputs(gpu))
+
+    def slow(call):
+        barrier.wait()
+        struct = structs(gpu, [call])[0][1]
+        with lock:
+            seen[threading.get_ident()] = struct.q
+
+    gpu.on_launch = slow
+    expected = {}
+
+    def work():
+        arrays = inputs(gpu)
+        expected[threading.get_ident()] = arrays[0].data.ptr
+        pyflash.flash_attention(*arrays)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == expected and len(set(seen.values())) == 4
+
+
+def test_tile_counters_are_shared_along_a_stream_and_never_beside_it(gpu):
+    counters = []
+
+    def note(call):
+        launch, struct = structs(gpu, [call])[0]
+        counters.append(struct.tile_counter if "tile_counter" in dict(launch.arrays) else None)
+
+    gpu.on_launch = note
+    arrays = inputs(gpu)
+    for gpu.stream, gpu.captures in ((1, False), (1, False), (5, False), (1, True), (1, True), (1, False)):
+        pyflash.flash_attention(*arrays, causal=True)
+    if counters[0] is None:
+        pytest.skip("no kernel that this call uses counts its tiles")
+    first, again, other, captured, recaptured, last = counters
+    assert first == again == last and len({first, other, captured, recaptured}) == 4
+    word = 8
+    assert all(address % word == 0 for address in counters)
+
+
+def test_the_address_word_of_a_tensor_map_is_found_or_not_used(gpu, monkeypatch):
+    tensor = api.problem.contiguous((2, 100, 4, 64), "float16")
+    assert tma.address_word(tensor, (64, 64)) == 0
+
+    def encrypted(tensor, box, address, into):
+        for word in range(16):
+            tma.ctypes.c_uint64.from_address(into + 8 * word).value = address * (word + 3) % 2**64
+
+    monkeypatch.setattr(tma, "encode", encrypted)
+    assert tma.address_word(tensor, (64, 64)) is None
