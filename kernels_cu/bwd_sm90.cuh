@@ -14,6 +14,9 @@ constexpr int WG_WARPS = WARPGROUP / WARP, WG_KEYS = 64, WARP_KEYS = WG_KEYS / W
 constexpr u32 STEP_BYTES = 16 * CHUNK_ROW_BYTES;  // 16 rows of a chunk: a step of a sum down the rows
 constexpr int DS_BUFFERS = 2;
 
+// Named barriers. DQ_WARPGROUP: the warpgroup of dq alone. TURN + c: consumer c's turn to start its second products.
+enum NamedBarrier { DQ_WARPGROUP = 1, TURN = 2 };
+
 struct Pair { float first, second; };
 __device__ __forceinline__ Pair unpack2(u32 x) {
   return {to_real(Element{(unsigned short)x}), to_real(Element{(unsigned short)(x >> 16)})};
@@ -147,6 +150,34 @@ __device__ __forceinline__ void produce_delta(const Params& p, TileValues (&ring
   produce_values(p, ring_smem, gmem, 1, 0.f, [](float x) { return x; }, await, arrive, lane);
 }
 
+// A warp's work: looks for inf and NaN in every k tile of which some queries do not see all keys. 0 * inf is NaN, so
+// those queries' dq then needs care (add_dq_exactly).
+template <class Smem> __device__ __forceinline__ void check_keys(const Params& p, Smem& smem, int lane) {
+  constexpr int UNITS = sizeof(smem.k) / UNIT_BYTES;
+  Ring<1> keys;
+  for_each_tile(p, [&](const Work& tile) {
+    if (!tile.steps(p)) return;
+    mbarrier_wait(&smem.k_full, keys.parity);
+    u32 found = 0;
+    if (tile.q_tiles.full_begin != tile.q_tiles.begin || tile.q_tiles.full_end != tile.q_tiles.end) {
+#pragma unroll 4
+      for (int i = lane; i < UNITS; i += WARP) {
+        u32 unit[4];
+        ld_shared_v4(unit, smem_u32(smem.k) + i * UNIT_BYTES);
+#pragma unroll
+        for (int e = 0; e < 4; e++) found |= nonfinite<Element>(unit[e]);
+      }
+    }
+    const bool any = __any_sync(~0u, found != 0);
+    __syncwarp();  // all lanes have read
+    if (lane == 0) {
+      smem.k_nonfinite = any;
+      mbarrier_arrive(&smem.k_checked);
+    }
+    keys.advance();
+  });
+}
+
 // ---- scores: (64 keys, TILE_M queries) accumulators ------------------------------------------------------------------
 // As the operand a of a product that sums over the queries, such an accumulator is [M_STEPS][4] registers. Register i of
 // step s holds, for key (lane / 4) + 8 * (i % 2) of the warp's 16, query 16 * s + 8 * (i / 2) + 2 * (lane % 4) and the
@@ -192,6 +223,16 @@ __device__ __forceinline__ void exponentiate(const Params& p, u32 (&p_rmem)[M_ST
   if (hides) every_element(Bool<true>()); else every_element(Bool<false>());
 }
 
+// ds of keys that a query does not see: their dp may be inf or NaN.
+__device__ __forceinline__ void hide(float (&ds_rmem)[TILE_M / 2], const Params& p, int m0, int key, int lane) {
+  const int q0 = m0 + lane % 4 * 2;
+  const VisibleQueries queries[2] = {visible_queries(p, key, q0), visible_queries(p, key + 8, q0)};
+#pragma unroll
+  for (int i = 0; i < TILE_M / 2; i++) {
+    if (!queries[i / 2 % 2].has(i / 4 * 8 + i % 2)) ds_rmem[i] = 0;
+  }
+}
+
 // The columns [FIRST, COLUMNS) of d(64 keys, COLUMNS) += a(64 keys, TILE_M queries) b(TILE_M queries, COLUMNS). A product
 // is at most MAX_COLUMNS wide: the assembler wants an instruction to fit the registers that a thread has at launch.
 constexpr int MAX_COLUMNS = 128;
@@ -226,12 +267,22 @@ __device__ __forceinline__ void store_ds(Element (&ds_smem)[CHUNKS][TILE_N][CHUN
 // is 16 bytes wide and a warp's adds are contiguous. What is left over at the end of a head lies row by row, and so does
 // everything if the product is wider than head_dim. bwd_convert_sm90 reads it.
 
+// Where in a head's floats query row `row` has column `column`.
+__device__ __forceinline__ int in_fragment_order(const Params& p, int row) {
+  return !cfg::RAGGED_D && row / CHUNK * CHUNK + CHUNK <= p.seqlen_q;
+}
+__device__ __forceinline__ i64 dq_offset(const Params& p, int row, int column) {
+  if (!in_fragment_order(p, row)) return (i64)row * p.head_dim + column;
+  const int block_row = row % CHUNK, thread = block_row / 16 * WARP + block_row % 8 * 4 + column % 8 / 2;
+  return (i64)(row - block_row) * TILE_D + (column / 8 * WARPGROUP + thread) * 4 + block_row / 8 % 2 * 2 + column % 2;
+}
+
 // Adds COLUMNS columns, from `column0` on, of the 64 query rows from `row0` on.
 template <int COLUMNS>
 __device__ __forceinline__ void add_dq(const Params& p, const float (&dq_rmem)[COLUMNS / 2], int batch, int head,
                                        int row0, int column0, int thread) {
   const i64 first_row = ((i64)batch * p.num_heads_q + head) * p.seqlen_q + row0;
-  if (!cfg::RAGGED_D && row0 + CHUNK <= p.seqlen_q) {
+  if (in_fragment_order(p, row0)) {
     float* block_gmem = p.dq_accum + first_row * TILE_D + (column0 / 8 * WARPGROUP + thread) * 4;
 #pragma unroll
     for (int j = 0; j < COLUMNS / 8; j++) {
@@ -276,34 +327,70 @@ __device__ __forceinline__ void add_ds_k(const Params& p, u64 ds, u64 k, int bat
   if constexpr (C < D_CHUNKS - 1) add_ds_k<C + 1>(p, ds, k, batch, head, row0, thread, done);
 }
 
+// The same, element by element and without the keys that a query does not see. Slow: for what happens rarely.
+template <class Smem>
+__device__ __forceinline__ void add_dq_exactly(const Params& p, const Smem& smem, int buffer, const Work& tile, int head,
+                                               int m_block, int thread) {
+  auto at = [](const auto& chunks, int row, int column) {
+    return to_real(chunks[column / CHUNK][row][(column % CHUNK / 8 ^ row % 8) * 8 + column % 8]);
+  };
+  const int m0 = m_block * TILE_M, rows = min(TILE_M, p.seqlen_q - m0);
+  float* head_gmem = p.dq_accum + ((i64)tile.batch * p.num_heads_q + head) * p.seqlen_q * p.head_dim;
+#pragma unroll 1
+  for (int i = thread; i < rows * p.head_dim; i += WARPGROUP) {
+    const int row = i / p.head_dim, column = i - row * p.head_dim;
+    float sum = 0;
+#pragma unroll 1
+    for (int n = 0; n < TILE_N; n++) {
+      if (visible(p, m0 + row, tile.n0() + n)) sum += at(smem.ds[buffer], n, row) * at(smem.k, n, column);
+    }
+    red_add(head_gmem + dq_offset(p, m0 + row, column), sum);
+  }
+  __syncwarp();
+}
+
 // The warpgroup that computes dq: for every step, as soon as all of ds is there, ds k is added to dq.
-template <class DsFull, class Done>
-__device__ __forceinline__ void accumulate_dq(const Params& p, Element (*ds_smem)[TILE_M / CHUNK][TILE_N][CHUNK],
-                                              const Element (&k_smem)[D_CHUNKS][TILE_N][CHUNK], DsFull await_ds,
-                                              Done done, int barrier, int thread) {
-  const u64 k = descriptor_mn_major(smem_u32(k_smem), 0);
+template <class Smem> __device__ __forceinline__ void accumulate_dq(const Params& p, Smem& smem) {
+  const int thread = threadIdx.x % WARPGROUP;
+  const u64 k = descriptor_mn_major(smem_u32(smem.k), 0);
   Ring<DS_BUFFERS> buffer;
-  for_each_step(p, [&](const Work& tile, int head, int m_block, bool, bool last) {
-    // Ordered sums: the key tiles that a query tile is visited by add to its dq from the last to the first. Among causal
-    // ones the last starts there, the one before it comes by some steps later, and so on: nobody waits long. A tile
-    // waits for tiles that find_work numbers before it, so somebody can always go on.
+  Ring<1> keys;
+  for_each_step(p, [&](const Work& tile, int head, int m_block, bool first, bool last) {
+    if (first) {
+      mbarrier_wait(&smem.k_checked, keys.parity);
+      keys.advance();
+    }
+    mbarrier_wait(&smem.ds_full[buffer.index], buffer.parity);
+    // Ordered sums: the key tiles that visit a query tile add to its dq from the last to the first. Among causal ones the
+    // last starts there, the one before it comes by some steps later, and so on: nobody waits long. A tile waits for
+    // tiles that find_work numbers before it, so somebody can always go on.
     int* turn = p.semaphore + ((i64)tile.batch * p.num_heads_q + head) * p.num_m_blocks + m_block;
-    await_ds(buffer);
     if (cfg::DETERMINISTIC) {
       const int own = kv_range(p, m_block * TILE_M).end - 1 - tile.n_block;
       if (thread == 0) while (ld_acquire(turn) != own) {}
-      named_barrier_sync(barrier, WARPGROUP);
+      named_barrier_sync(DQ_WARPGROUP, WARPGROUP);
     }
-    const u64 ds = descriptor_mn_major(smem_u32(ds_smem[buffer.index]), 0);
+    auto done = [&] {
+      if (thread % WARP) return;
+      mbarrier_arrive(&smem.ds_empty[buffer.index]);
+      if (last) mbarrier_arrive(&smem.k_empty);
+    };
+    if (tile.hides(m_block) && smem.k_nonfinite) {
+      add_dq_exactly(p, smem, buffer.index, tile, head, m_block, thread);
+      done();
+    } else {
+      const u64 ds = descriptor_mn_major(smem_u32(smem.ds[buffer.index]), 0);
 #pragma unroll
-    for (int c = 0; c < TILE_M / CHUNK; c++) {
-      add_ds_k<0>(p, descriptor_at(ds, c * sizeof(ds_smem[0][0])), k, tile.batch, head, m_block * TILE_M + c * CHUNK,
-                  thread, [&] {
-        if (c == TILE_M / CHUNK - 1 && thread % WARP == 0) done(buffer, last);
-      });
+      for (int c = 0; c < TILE_M / CHUNK; c++) {
+        auto done_after_last = [&] {
+          if (c == TILE_M / CHUNK - 1) done();
+        };
+        add_ds_k<0>(p, descriptor_at(ds, c * sizeof(smem.ds[0][0])), k, tile.batch, head, m_block * TILE_M + c * CHUNK,
+                    thread, done_after_last);
+      }
     }
     if (cfg::DETERMINISTIC) {
-      named_barrier_sync(barrier, WARPGROUP);
+      named_barrier_sync(DQ_WARPGROUP, WARPGROUP);
       if (thread == 0) red_release_add(turn, 1);
     }
     buffer.advance();

@@ -5,6 +5,7 @@
 //
 //   warps        0        produce tiles      k, v once a key tile; q, do by TMA
 //                1, 2     produce values     lse, delta
+//                3        check keys         for inf and NaN
 //   warpgroups   1        accumulate dq      dq += ds k
 //                2        probabilities      s = k qT, pT = exp(s - lse), dv += pT do
 //                3        score gradients    dp = v doT, dsT = pT (dpT - delta), dk += dsT q
@@ -33,12 +34,11 @@ struct Smem {
   Element ds[DS_BUFFERS][TILE_M / CHUNK][TILE_N][CHUNK];
   u32 p[P_BUFFERS][M_STEPS][WARPGROUP][4];
   TileValues lse[STAGES], delta[STAGES];
-  u64 k_full, v_full, kv_empty;
+  u64 k_full, k_checked, k_empty, v_full;  // v has the same "empty" barrier
   u64 q_full[STAGES], q_empty[STAGES], dout_full[STAGES], dout_empty[STAGES];  // lse comes with q, delta with do
   u64 p_full[P_BUFFERS], p_empty[P_BUFFERS], ds_full[DS_BUFFERS], ds_empty[DS_BUFFERS];
+  bool k_nonfinite;
 };
-
-enum NamedBarrier { DQ = 1 };  // the warpgroup of dq alone
 
 template <class Smem>
 __device__ __forceinline__ void produce_tiles(const Params& p, Smem& smem, int lane) {
@@ -52,7 +52,7 @@ __device__ __forceinline__ void produce_tiles(const Params& p, Smem& smem, int l
     if (lane == 0) load_tile(smem.dout[at], p.tma_dout, &smem.dout_full[at], m0, head, tile.batch);
     stage.advance();
     if (!first) return;
-    await_as_warp(&smem.kv_empty, keys.parity ^ 1);
+    await_as_warp(&smem.k_empty, keys.parity ^ 1);
     if (lane == 0) {
       load_tile(smem.k, p.tma_k, &smem.k_full, tile.n0(), tile.head_kv, tile.batch);
       load_tile(smem.v, p.tma_v, &smem.v_full, tile.n0(), tile.head_kv, tile.batch);
@@ -116,7 +116,7 @@ __device__ __forceinline__ void compute_probabilities(const Params& p, Smem& sme
       if (lane == 0) mbarrier_arrive(&smem.dout_empty[at]);
       if (++m_block == tile.q_tiles.end) m_block = tile.q_tiles.begin;
     }
-    if (steps && lane == 0) mbarrier_arrive(&smem.kv_empty);
+    if (steps && lane == 0) mbarrier_arrive(&smem.k_empty);
     store_gradient<TILE_DV>(p.dv, p.dv_stride, tile, warp_key, p.seqlen_k, p.head_dim_v, dv_rmem, 1.f, lane);
   });
 }
@@ -145,6 +145,7 @@ __device__ __forceinline__ void compute_score_gradients(const Params& p, Smem& s
       wgmma_hold(dp_rmem);
       if (lane == 0) mbarrier_arrive(&smem.dout_empty[stage.index]);
     }
+    int m_block = tile.q_tiles.begin;
     for (int step = 1; step <= steps; step++) {
       const int at = stage.index;
       const bool last = step == steps;
@@ -157,13 +158,20 @@ __device__ __forceinline__ void compute_score_gradients(const Params& p, Smem& s
 #pragma unroll
         for (int i = 0; i < 4; i++) {
           const Pair x = unpack2(p_rmem[i]);
-          const float* dp = dp_rmem + 8 * s + 2 * i;
-          ds_rmem[s][i] = pack2<Element>(x.first * (dp[0] - delta.x[i / 2][0]), x.second * (dp[1] - delta.x[i / 2][1]));
+          float* dp = dp_rmem + 8 * s + 2 * i;
+          dp[0] = x.first * (dp[0] - delta.x[i / 2][0]);
+          dp[1] = x.second * (dp[1] - delta.x[i / 2][1]);
         }
       }
       __syncwarp();
       if (lane == 0) mbarrier_arrive(&smem.p_empty[p_buffer.index]);
       p_buffer.advance();
+      if (tile.hides(m_block)) hide(dp_rmem, p, m_block * TILE_M, tile.n0() + warp_key + lane / 4, lane);
+#pragma unroll
+      for (int s = 0; s < M_STEPS; s++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) ds_rmem[s][i] = pack2<Element>(dp_rmem[8 * s + 2 * i], dp_rmem[8 * s + 2 * i + 1]);
+      }
       mbarrier_wait(&smem.ds_empty[ds_buffer.index], ds_buffer.parity ^ 1);
       store_ds(smem.ds[ds_buffer.index], ds_rmem, warp_key, lane);
       fence_proxy_async_shared();
@@ -190,8 +198,9 @@ __device__ __forceinline__ void compute_score_gradients(const Params& p, Smem& s
         mbarrier_arrive(&smem.q_empty[at]);
         if (!last) mbarrier_arrive(&smem.dout_empty[stage.index]);
       }
+      if (++m_block == tile.q_tiles.end) m_block = tile.q_tiles.begin;
     }
-    if (steps && lane == 0) mbarrier_arrive(&smem.kv_empty);
+    if (steps && lane == 0) mbarrier_arrive(&smem.k_empty);
     store_gradient<TILE_D>(p.dk, p.dk_stride, tile, warp_key, p.seqlen_k, p.head_dim, dk_rmem, p.softmax_scale, lane);
   });
 }
@@ -201,8 +210,9 @@ template <class Smem> __device__ __forceinline__ void run(const Params& p, Smem&
   const int warp = uniform(threadIdx.x / WARP), warpgroup = warp / WG_WARPS, lane = threadIdx.x % WARP;
   if (threadIdx.x == 0) {
     mbarrier_init(&smem.k_full, 1);
+    mbarrier_init(&smem.k_checked, 1);
     mbarrier_init(&smem.v_full, 1);
-    mbarrier_init(&smem.kv_empty, 3 * WG_WARPS);
+    mbarrier_init(&smem.k_empty, 3 * WG_WARPS);
     for (int i = 0; i < STAGES; i++) {
       mbarrier_init(&smem.q_full[i], 2);
       mbarrier_init(&smem.q_empty[i], WG_WARPS);
@@ -231,14 +241,10 @@ template <class Smem> __device__ __forceinline__ void run(const Params& p, Smem&
     if (warp == 0) produce_tiles(p, smem, lane);
     else if (warp == 1) produce_lse(p, smem.lse, await, arrive_with_q, lane);
     else if (warp == 2) produce_delta(p, smem.delta, await, arrive_with_dout, lane);
+    else check_keys(p, smem, lane);
   } else if (warpgroup == 1) {
     setmaxnreg_dec<cfg::DQ_REGISTERS>();
-    auto await_ds = [&](const Ring<DS_BUFFERS>& ds) { mbarrier_wait(&smem.ds_full[ds.index], ds.parity); };
-    auto done = [&](const Ring<DS_BUFFERS>& ds, bool last) {
-      mbarrier_arrive(&smem.ds_empty[ds.index]);
-      if (last) mbarrier_arrive(&smem.kv_empty);
-    };
-    accumulate_dq(p, smem.ds, smem.k, await_ds, done, DQ, threadIdx.x % WARPGROUP);
+    accumulate_dq(p, smem);
   } else if (warpgroup == 2) {
     setmaxnreg_inc<cfg::CONSUMER_REGISTERS>();
     compute_probabilities(p, smem, lane);

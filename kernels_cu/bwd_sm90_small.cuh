@@ -7,6 +7,7 @@
 //
 //   warps        0        produce tiles    k, v once a key tile; q, do, as far ahead as the ring reaches, by TMA
 //                1, 2     produce values   lse, delta
+//                3        check keys       for inf and NaN
 //   warpgroups   1        accumulate dq    dq += ds k, straight from registers to global memory, at its own pace: its
 //                                          products and adds fill what the consumers leave of tensor cores and time
 //                2..      consume          everything else
@@ -35,13 +36,12 @@ struct Smem {
   Element dout[STAGES][DV_CHUNKS][TILE_M][CHUNK];
   Element ds[DS_BUFFERS][TILE_M / CHUNK][TILE_N][CHUNK];
   TileValues lse[STAGES], delta[STAGES];
-  u64 k_full, k_empty, v_full, v_empty;
+  u64 k_full, k_checked, k_empty, v_full, v_empty;
   u64 q_full[STAGES], dout_full[STAGES], empty[STAGES];  // lse and delta arrive with do
   u64 ds_full[DS_BUFFERS], ds_empty[DS_BUFFERS];
+  bool k_nonfinite;
 };
 
-// Named barriers. DQ: the warpgroup of dq alone. TURN + c: consumer c's turn to start its second products.
-enum NamedBarrier { DQ = 1, TURN = 2 };
 constexpr int TURN_THREADS = CONSUMERS * WARPGROUP;
 
 template <class Smem>
@@ -111,7 +111,7 @@ __device__ __forceinline__ void consume(const Params& p, Smem& smem, int consume
   };
 
   for_each_tile(p, [&](const Work& tile) {
-    const int steps = tile.steps(p);
+    const int steps = tile.steps(p), key = tile.n0() + warp_key + lane / 4;
 #pragma unroll
     for (int i = 0; i < TILE_D / 2; i++) dk_rmem[i] = 0;
 #pragma unroll
@@ -131,13 +131,14 @@ __device__ __forceinline__ void consume(const Params& p, Smem& smem, int consume
       const int at = stage.index;
       const bool last = step == steps;
       mbarrier_wait(&smem.dout_full[at], stage.parity);
-      exponentiate(p, a_rmem, s_rmem, smem.lse[at], scale, m_block * TILE_M, tile.n0() + warp_key + lane / 4,
-                   tile.hides(m_block), lane);
+      const bool hides = tile.hides(m_block);
+      exponentiate(p, a_rmem, s_rmem, smem.lse[at], scale, m_block * TILE_M, key, hides, lane);
       multiply_dp_and_dv(at);
       wgmma_wait<1>();
       wgmma_hold(dp_rmem);
       if (last && lane == 0) mbarrier_arrive(&smem.v_empty);
       make_ds(at);
+      if (hides) hide(dp_rmem, p, m_block * TILE_M, key, lane);
       mbarrier_wait(&smem.ds_empty[buffer.index], buffer.parity ^ 1);
       wgmma_wait<0>();
       wgmma_hold(a_rmem);
@@ -181,6 +182,7 @@ template <class Smem> __device__ __forceinline__ void run(const Params& p, Smem&
   const int warp = uniform(threadIdx.x / WARP), warpgroup = warp / WG_WARPS, lane = threadIdx.x % WARP;
   if (threadIdx.x == 0) {
     mbarrier_init(&smem.k_full, 1);
+    mbarrier_init(&smem.k_checked, 1);
     mbarrier_init(&smem.k_empty, (CONSUMERS + 1) * WG_WARPS);
     mbarrier_init(&smem.v_full, 1);
     mbarrier_init(&smem.v_empty, CONSUMERS * WG_WARPS);
@@ -203,14 +205,10 @@ template <class Smem> __device__ __forceinline__ void run(const Params& p, Smem&
     if (warp == 0) produce_tiles(p, smem, lane);
     else if (warp == 1) produce_lse(p, smem.lse, await, arrive, lane);
     else if (warp == 2) produce_delta(p, smem.delta, await, arrive, lane);
+    else check_keys(p, smem, lane);
   } else if (warpgroup == 1) {
     setmaxnreg_dec<cfg::DQ_REGISTERS>();
-    auto await_ds = [&](const Ring<DS_BUFFERS>& ds) { mbarrier_wait(&smem.ds_full[ds.index], ds.parity); };
-    auto done = [&](const Ring<DS_BUFFERS>& ds, bool last) {
-      mbarrier_arrive(&smem.ds_empty[ds.index]);
-      if (last) mbarrier_arrive(&smem.k_empty);
-    };
-    accumulate_dq(p, smem.ds, smem.k, await_ds, done, DQ, threadIdx.x % WARPGROUP);
+    accumulate_dq(p, smem);
   } else {
     setmaxnreg_inc<cfg::CONSUMER_REGISTERS>();
     if (cfg::PING_PONG > 0 && warpgroup == CONSUMERS + 1) named_barrier_arrive(TURN, TURN_THREADS);
