@@ -23,6 +23,7 @@ class Row:
     causal: bool | None = None  # serves only causal (or only full) problems
     itemsize: int | None = None  # serves only elements of this many bytes
     min_seqlen_q: int = 0  # serves only problems with at least this many queries
+    min_smem: int = 0  # serves only devices that give a CTA this many bytes: where min_ctas CTAs need more than one's
 
 
 @dataclass(frozen=True)
@@ -105,11 +106,11 @@ def _bwd_simt_smem(row: Row, tile_d: int, tile_dv: int, itemsize: int) -> int:
 
 
 def _fwd_sm80(head_dim: int, tile_m: int, tile_n: int, threads: int, stages: int, min_ctas: int, strip: int,
-              q_blocks: int, why: str, *, warp_ranges: bool = False) -> Row:  # fmt: skip
+              q_blocks: int, why: str, *, causal: bool | None = None, min_smem: int = 0) -> Row:  # fmt: skip
     """`strip`: keys of a pipeline step; `q_blocks`: 16-column blocks of q held in registers, the others are read from
-    shared memory in every step; `warp_ranges`: warps skip tiles that only other warps see."""
-    knobs = ("STRIP", strip), ("Q_BLOCKS", q_blocks), ("WARP_RANGES", warp_ranges)
-    return Row(head_dim, tile_m, tile_n, threads, stages, min_ctas, why, knobs)
+    shared memory in every step."""
+    knobs = ("STRIP", strip), ("Q_BLOCKS", q_blocks), ("WARP_RANGES", True)
+    return Row(head_dim, tile_m, tile_n, threads, stages, min_ctas, why, knobs, causal, min_smem=min_smem)
 
 
 def _bwd_sm80(head_dim: int, tile_m: int, tile_n: int, warps: int, split: int, kept: tuple[int, int],
@@ -195,8 +196,13 @@ KERNELS: dict[str, Kernel] = {
         pad=16,
         smem_bytes=_fwd_sm80_smem,
         rows=(
+            _fwd_sm80(64, 128, 128, 128, 3, 2, 32, 16, "tiles of 64 keys -2 to -5 %", min_smem=2 * 98432),
             _fwd_sm80(64, 128, 64, 128, 3, 2, 32, 16, "32 rows a warp: an operand read feeds two products"),
-            _fwd_sm80(128, 128, 32, 128, 3, 2, 16, 6, "as much of q in registers as fits beside o"),
+            _fwd_sm80(128, 128, 32, 128, 3, 2, 16, 6, "as much of q in registers as fits beside o", causal=False),
+            _fwd_sm80(128, 128, 32, 128, 3, 2, 16, 5, "a block of q less, for the range of each warp", causal=True),
+            _fwd_sm80(256, 64, 32, 128, 3, 2, 16, 16, "two CTAs hide each other's ends: at 512 +7 %, at 16k -6 %",
+                      causal=True, min_smem=2 * 98432),
+            _fwd_sm80(256, 128, 32, 256, 5, 1, 16, 16, "three stages -1 to -2 %", causal=False),
             _fwd_sm80(256, 128, 32, 256, 3, 1, 16, 16, "16 rows a warp: the registers hold no more of o"),
         ),
     ),
