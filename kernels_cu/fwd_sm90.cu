@@ -9,8 +9,8 @@
 //     warpgroup 0, thread 0    load     q, k, v by TMA, as far ahead                 +-------+-------+-------+
 //                                       as the buffers reach, across     warpgroup 1 |       |       |       | 64 rows
 //                                       output tiles                     warpgroup 2 |       |       |       | 64 rows
-//     warpgroup 0, warps 1..3  check    v where keys are hidden          ...         +-------+-------+-------+
-//     warpgroups 1..           compute  s = q kT, softmax, o += p v; o and lse straight to global memory
+//     warpgroups 1..           compute  s = q kT, softmax, o += p v;     ...         +-------+-------+-------+
+//                                       o and lse to global memory
 //
 //   pipeline: one step of a warpgroup, for key tile i of its walk, and what its neighbour does meanwhile
 //     tensor cores     s[i] = q k[i]T | o += p[i-1] v[i-1] |    the neighbour's s[i], o    | s[i+1] ...
@@ -25,12 +25,12 @@
 // probabilities tells if a score was too large for that; then, rarely, the warp alone computes its scores anew
 // (warp_products) and takes the ordinary step.
 //
-// A hidden key has no influence whatever its v holds, but 0 * v is NaN where v is inf or NaN. So where keys that exist
-// are hidden from some row of the output tile, otherwise idle warps look through v between its arrival and its use and
-// replace such values by 0; rows that do see them get them back afterwards (restore_nonfinite).
+// A hidden key has no influence whatever its v holds, but 0 * v is NaN where v is inf or NaN, and so is then a column of
+// o in every row. So once an output tile, when its masked tiles have been multiplied, each lane looks through one of its
+// rows of o; if all is not finite, the warp computes its rows of o anew without hidden keys (redo_output), slowly.
 //
 // Shared memory (struct Smem): rings of Q_STAGES tiles of q and STAGES tiles of k and of v, each buffer with a "full"
-// mbarrier (bytes landed, and checked) and an "empty" one (an arrival from every warp that has read it).
+// mbarrier (bytes landed) and an "empty" one (an arrival from every warp that has read it).
 //
 //   q [Q_STAGES][64 rows each] | k [STAGES] | v [STAGES] | which output tile is next (travels with q) | mbarriers
 #include "fwd_sm90_load.cuh"
@@ -55,7 +55,6 @@ fwd_sm90(const __grid_constant__ Params p) {
       mbarrier_init(&smem.k_empty[i], CONSUMER_WARPS);
       mbarrier_init(&smem.v_empty[i], CONSUMER_WARPS);
     }
-    for (int i = 0; i < CHECKS; i++) mbarrier_init(&smem.check_full[i], 1);
     mbarrier_init_fence();
   }
   __syncthreads();
@@ -63,7 +62,6 @@ fwd_sm90(const __grid_constant__ Params p) {
   if (warpgroup == 0) {
     setmaxnreg_dec<cfg::PRODUCER_REGS>();
     if (threadIdx.x == 0) produce(p, smem);
-    if (HIDES_KEYS && threadIdx.x >= WARP) check_values(smem);
     return;
   }
   setmaxnreg_inc<cfg::CONSUMER_REGS>();
@@ -77,7 +75,7 @@ fwd_sm90(const __grid_constant__ Params p) {
   Ring<STAGES> k, v;
   Work work;
   TileRange tile_range, range;  // key tiles of the output tile, and of this warpgroup's rows
-  bool replaced;                // whether values of the tile of v last multiplied with were replaced
+  bool unchecked = false;       // whether o has products of masked tiles that were not looked through
 
   // ---- Handing over: output tiles, buffers, turns
   auto receive_work = [&]() {
@@ -93,10 +91,10 @@ fwd_sm90(const __grid_constant__ Params p) {
   };
   auto release_k = [&](int n) {  // and q after the last
     release(&smem.k_empty[k.index]);
-    if (n == last_tile(range)) release(&smem.q_empty[q.index][wg]);
+    if (n == range.begin) release(&smem.q_empty[q.index][wg]);
   };
   auto release_v = [&]() {
-    __syncwarp();  // no lane still waits for it, or has yet to read whether its values were replaced
+    __syncwarp();  // no lane still waits for it
     release(&smem.v_empty[v.index]);
     v.advance();
   };
@@ -134,7 +132,6 @@ fwd_sm90(const __grid_constant__ Params p) {
     wgmma_commit();
   };
   auto multiply_values = [&](auto pass) {  // o += p v, and perhaps pass the turn
-    if (HIDES_KEYS) replaced = smem.replaced[v.index];
     const u64 b = descriptor_mn_major(smem_u32(smem.v[v.index]), sizeof(smem.v[0][0]));
 #pragma unroll
     for (int i = 0; i < KEY_STEPS; i++) {
@@ -193,6 +190,7 @@ fwd_sm90(const __grid_constant__ Params p) {
     for (int i = 0; i < TILE_N / 2; i++) {
       if (!keys[i / 2 % 2].has(i / 4 * 8 + i % 2)) s_rmem[i] = HIDDEN;
     }
+    unchecked = HIDES_KEYS;
   };
   auto round_p = [&]() {
 #pragma unroll
@@ -201,6 +199,53 @@ fwd_sm90(const __grid_constant__ Params p) {
   auto rescale = [&](const float (&factor)[2]) {
 #pragma unroll
     for (int i = 0; i < TILE_DV / 2; i++) o_rmem[i] *= factor[i / 2 % 2];
+  };
+
+  // ---- Hidden keys whose v is inf or NaN
+  auto check_output = [&]() {  // whether o is all finite, looking at one of the lane's rows
+    float zero[2] = {};
+#pragma unroll
+    for (int i = 0; i < TILE_DV / 2; i++) {
+      if (i / 2 % 2 == 0) zero[i % 2] = fmaf(o_rmem[i], 0.f, zero[i % 2]);
+    }
+    unchecked = false;
+    return !__any_sync(~0u, zero[0] + zero[1] != 0);
+  };
+  auto redo_output = [&](int begin) {  // o of the key tiles from `begin` on, against the references as they are
+    const int q0 = work.m0 + wg * WG_ROWS + warp_row + lane / 4, last_row = p.seqlen_q - 1;
+    const int head_kv = work.head / p.qheads_per_kv, end = (int)min((i64)range.end * TILE_N, (i64)p.seqlen_k);
+    const Element* q_gmem = p.q + work.batch * p.q_stride[0] + work.head * p.q_stride[2];
+    const Element* q_rows[2] = {q_gmem + min(q0, last_row) * p.q_stride[1],
+                                q_gmem + min(q0 + 8, last_row) * p.q_stride[1]};
+    const Element* k_row = p.k + work.batch * p.k_stride[0] + begin * TILE_N * p.k_stride[1] + head_kv * p.k_stride[2];
+    const Element* v_row = p.v + work.batch * p.v_stride[0] + begin * TILE_N * p.v_stride[1] + head_kv * p.v_stride[2] +
+                           lane % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < TILE_DV / 2; i++) o_rmem[i] = 0;
+#pragma unroll 1
+    for (int key = begin * TILE_N; key < end; key++, k_row += p.k_stride[1], v_row += p.v_stride[1]) {
+      float x[2] = {};  // the key's score, then its probability, in each of the lane's rows
+#pragma unroll 1
+      for (int d = lane % 4; d < p.head_dim; d += 4) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) x[r] = fmaf(to_real(q_rows[r][d]), to_real(k_row[d]), x[r]);
+      }
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        x[r] = score(p, quad_sum(x[r]), q0 + r * 8, key);
+        x[r] = ex2(fmaf(x[r], scale, -exponent_origin(softmax.reference[r])));
+        x[r] = to_real(Dtype<Element>::from_real(x[r]));
+      }
+      const bool seen[2] = {visible(p, q0, key), visible(p, q0 + 8, key)};
+#pragma unroll
+      for (int i = 0; i < TILE_DV / 2; i++) {
+        const int r = i / 2 % 2, column = i / 4 * 8 + i % 2;  // and the lane's offset, in a block of 8 that is all there
+        if (seen[r] && column < p.head_dim_v) o_rmem[i] = fmaf(x[r], to_real(v_row[column]), o_rmem[i]);
+      }
+    }
+  };
+  auto make_hidden_harmless = [&](int begin) {  // once the products with all key tiles from `begin` on are there
+    if (HIDES_KEYS && unchecked && __builtin_expect(!check_output(), 0)) redo_output(begin);
   };
 
   // ---- Steps: p of key tile n, beside o += p v of the tile before
@@ -231,6 +276,7 @@ fwd_sm90(const __grid_constant__ Params p) {
     const bool outgrown = softmax.take_stale(s_rmem, scale);
     if (!outgrown) release_k(n);
     finish_output();
+    make_hidden_harmless(n + 1);
     if (outgrown) {
       float factor[2];
       warp_products<Element, WG_ROWS, TILE_N, D_STEPS>(s_rmem, smem_u32(smem.q[q.index][wg]), warp_row,
@@ -244,13 +290,6 @@ fwd_sm90(const __grid_constant__ Params p) {
     }
     k.advance();
     round_p();
-  };
-  auto restore_nonfinite = [&](const Work& work, int n) {  // the output with tile n is finished
-    const Element* v_gmem = p.v + work.batch * p.v_stride[0] + work.head / p.qheads_per_kv * p.v_stride[2];
-    add_nonfinite<TILE_DV>(o_rmem, v_gmem, p.v_stride[1], p.head_dim_v, n * TILE_N, min((n + 1) * TILE_N, p.seqlen_k),
-                           lane, [&](int row, int key) {
-                             return visible(p, work.m0 + wg * WG_ROWS + warp_row + row, key);
-                           });
   };
 
   // ---- The end of an output tile
@@ -294,29 +333,25 @@ fwd_sm90(const __grid_constant__ Params p) {
       wgmma_wait<0>();
       wgmma_hold(s_rmem);
     }
-    int n = first_tile(range);
-    first_step(n);
-    while (n != last_tile(range)) {
-      n += FORWARD;
+    first_step(range.end - 1);
+    for (int n = range.end - 2; n >= range.begin; n--) {
       if (is_full(range, n)) {
         full_step(n);
       } else {
         masked_step(n);
       }
-      if (HIDES_KEYS && replaced) restore_nonfinite(work, n - FORWARD);
     }
 
     start_output();
     finish_rows(inverse);
     const Work done = work;
     const int rest = tiles_behind(tile_range, range);
-    const bool early = cfg::SCORE_EARLY && rest == 0;  // else loads wait for the rest, q for loads
+    const bool early = cfg::SCORE_EARLY && rest == 0 && !unchecked;  // else loads wait for the rest, q for loads
     q.advance();
     scored = false;
     if (early) {
       receive_work();
       scored = work.valid && range.begin < range.end && tiles_before(tile_range, range) == 0;
-      if (HIDES_KEYS && replaced) scored = false;
     }
     if (scored) {
       start_scores();
@@ -328,7 +363,7 @@ fwd_sm90(const __grid_constant__ Params p) {
       wgmma_hold(s_rmem);
     } else {
       finish_output();
-      if (HIDES_KEYS && replaced) restore_nonfinite(done, n);
+      make_hidden_harmless(range.begin);
       skip(rest);
       store(done, inverse);
       if (!early) receive_work();

@@ -62,43 +62,6 @@ __device__ __forceinline__ void store_accumulator(Element* gmem, i64 row_stride,
   }
 }
 
-// Puts 0 where 16-bit elements, two a register, are inf or NaN. Whether there were any.
-template <class Element> __device__ __forceinline__ bool replace_nonfinite(u32 (&unit)[4]) {
-  u32 found[4], any = 0;
-#pragma unroll
-  for (int i = 0; i < 4; i++) any |= found[i] = nonfinite<Element>(unit[i]);
-  if (!any) return false;
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    if (found[i] & 0xffff) unit[i] &= 0xffff0000;
-    if (found[i] >> 16) unit[i] &= 0xffff;
-  }
-  return true;
-}
-
-// Adds every inf and NaN in rows [begin, end) of v, (rows, columns) in global memory, to the accumulator (64, COLUMNS)
-// where seen(row of the warp's 16, row of v). Slow and small: for what happens rarely.
-template <int COLUMNS, class Element, class Seen>
-__device__ __forceinline__ void add_nonfinite(float (&acc_rmem)[COLUMNS / 2], const Element* v_gmem, i64 row_stride,
-                                              int columns, int begin, int end, int lane, Seen seen) {
-#pragma unroll 1
-  for (int n = begin; n < end; n++) {
-    const bool rows_see[2] = {seen(lane / 4, n), seen(lane / 4 + 8, n)};
-    const Element* row_gmem = v_gmem + n * row_stride + lane % 4 * 2;
-#pragma unroll
-    for (int j = 0; j < COLUMNS / 8; j++) {
-#pragma unroll
-      for (int e = 0; e < 2; e++) {
-        if (j * 8 + lane % 4 * 2 >= columns) continue;
-        const Element x = row_gmem[j * 8 + e];
-        const float addend = nonfinite<Element>(x.bits) ? to_real(x) : 0.f;
-#pragma unroll
-        for (int r = 0; r < 2; r++) acc_rmem[4 * j + 2 * r + e] += rows_see[r] ? addend : 0.f;
-      }
-    }
-  }
-}
-
 // The 16-byte unit `unit` of row `row` in a tile of `rows` rows.
 __device__ __forceinline__ u32 unit_address(u32 tile, int rows, int row, int unit) {
   constexpr int UNITS = CHUNK_ROW_BYTES / UNIT_BYTES;

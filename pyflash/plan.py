@@ -244,8 +244,12 @@ def _forward(problem: Problem, device: Device, family: str, notes: tuple[str, ..
     return _finish(problem, family, [launch], {}, notes)
 
 
-# k and v of heads whose tiles are ordered together. At head_dim 128 and 256, 16 MB: -4 to -7 % at 4k.
-_SECTION_BYTES = 32 << 20
+def _section_bytes(group_bytes: int) -> int:
+    """How much k and v may be that heads have whose tiles are ordered together, given those of one head.
+
+    With 64 MB, not 32: +3 to +7 % at head_dim 256 from 4k on, +3 to +5 % at 128 from 8k on, but -3 % there at 4k.
+    """
+    return (64 if group_bytes >= 4 << 20 else 32) << 20
 
 
 def _heads_per_section(problem: Problem) -> int:
@@ -254,7 +258,7 @@ def _heads_per_section(problem: Problem) -> int:
         return 1  # all tiles are equally long: those of one head follow each other
     groups = problem.batch * problem.num_heads_kv
     group_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
-    sections = _cdiv(groups, max(_SECTION_BYTES // group_bytes, 1))
+    sections = _cdiv(groups, max(_section_bytes(group_bytes) // group_bytes, 1))
     return _cdiv(groups, sections) * problem.qheads_per_kv
 
 

@@ -62,8 +62,7 @@ def _fwd_sm90_smem(row: Row, tile_d: int, tile_dv: int, itemsize: int) -> int:
     chunked_d, chunked_dv = (-(-d // 64) * 64 * itemsize for d in (tile_d, tile_dv))
     q = knobs["Q_STAGES"] * row.tile_m * chunked_d
     kv = row.stages * row.tile_n * (chunked_d + chunked_dv)
-    # mbarriers, the work that travels with q, and what is said about tiles of v
-    control = knobs["Q_STAGES"] * row.tile_m // 64 * 32 + row.stages * 36 + (row.stages + 1) * 12
+    control = knobs["Q_STAGES"] * row.tile_m // 64 * 32 + row.stages * 32  # mbarriers, and what travels with q
     return -(-(q + kv + control) // 1024) * 1024
 
 
@@ -132,14 +131,12 @@ def _fwd_sm90(
     *,
     early: bool = True,
     pass_early: int = 0,
-    ascending: bool = False,
     min_seqlen_q: int = 0,
     only_causal: bool | None = None,
 ) -> tuple[Row, ...]:
     """One warpgroup loads; those that compute 64 rows each share the other registers. Causal tiles differ in length, so
     they are handed out as CTAs get free. `early`: scores of the next output tile beside the last step of this one;
-    `pass_early`: 16-key steps of the second product that are left when the next warpgroup gets its turn; `ascending`:
-    key tiles from the first on instead of from the last back."""
+    `pass_early`: 16-key steps of the second product that are left when the next warpgroup gets its turn."""
     producer, consumer = {128: (40, 232), 192: (32, 160), 256: (32, 112)}[tile_m]
     rows = []
     for causal in (False, True) if only_causal is None else (only_causal,):
@@ -148,7 +145,6 @@ def _fwd_sm90(
             "DYNAMIC": causal,
             "SCORE_EARLY": early,
             "PASS_EARLY": pass_early,
-            "ASCENDING": ascending,
             "PRODUCER_REGS": producer,
             "CONSUMER_REGS": consumer,
         }
