@@ -1,4 +1,4 @@
-"""Every kernel, in every tile row and with every feature, compiles to code without spills.
+"""Every kernel, in every tile row and with every feature, compiles to code that spills no more than its kernel may.
 
 The variants follow from the planner and its tables, so a new row or kernel is met without a word here. By default a
 choice of them in which each row meets each feature is compiled; `-m full` compiles all.
@@ -54,7 +54,7 @@ def check(variant: Variant, cubin: bytes, log: str) -> None:
     """The rules of a kernel's machine code."""
     report = compile.report(log)
     assert cubin[:4] == b"\x7fELF"
-    assert report.spill_bytes == 0, log
+    assert report.spill_bytes <= KERNELS[variant.launch.kernel].spill_bytes, log
     assert not report.warnings, log
     assert 0 < report.registers <= REGISTERS_PER_THREAD
     config, threads = dict(variant.launch.config), variant.launch.block
