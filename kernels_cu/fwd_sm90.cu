@@ -25,9 +25,9 @@
 // probabilities tells if a score was too large for that; then, rarely, the warp alone computes its scores anew
 // (warp_products) and takes the ordinary step.
 //
-// A hidden key has no influence whatever its v holds, but 0 * v is NaN where v is inf or NaN, and so is then a column of
-// o in every row. So once an output tile, when its masked tiles have been multiplied, each lane looks through one of its
-// rows of o; if all is not finite, the warp computes its rows of o anew without hidden keys (redo_output), slowly.
+// A hidden key has no influence whatever its v holds, but 0 * v is NaN where v is inf or NaN, and then so is a column
+// of o, in every row. So once an output tile, when its masked tiles have been multiplied, each lane looks through one
+// of its rows of o; if not all is finite, the warp computes its part of o anew without hidden keys (redo_output).
 //
 // Shared memory (struct Smem): rings of Q_STAGES tiles of q and STAGES tiles of k and of v, each buffer with a "full"
 // mbarrier (bytes landed) and an "empty" one (an arrival from every warp that has read it).
@@ -239,7 +239,7 @@ fwd_sm90(const __grid_constant__ Params p) {
       const bool seen[2] = {visible(p, q0, key), visible(p, q0 + 8, key)};
 #pragma unroll
       for (int i = 0; i < TILE_DV / 2; i++) {
-        const int r = i / 2 % 2, column = i / 4 * 8 + i % 2;  // and the lane's offset, in a block of 8 that is all there
+        const int r = i / 2 % 2, column = i / 4 * 8 + i % 2;  // of the lane's; 8 columns are all there or none
         if (seen[r] && column < p.head_dim_v) o_rmem[i] = fmaf(x[r], to_real(v_row[column]), o_rmem[i]);
       }
     }
