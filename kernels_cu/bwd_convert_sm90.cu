@@ -1,5 +1,6 @@
-// After bwd_sm90: dq = softmax_scale * dq_accum, from the order in which that kernel adds (see bwd_sm90.cuh) to the 16-bit
-// dtype and the strides of dq. Bound by memory: a CTA has 64 query rows of a head, and requests them all before it stores any.
+// After bwd_sm90: dq = softmax_scale * dq_accum, from the order in which that kernel adds (see bwd_sm90.cuh) to the
+// 16-bit dtype and the strides of dq. Bound by memory: a CTA has 64 query rows of a head, and requests them all before
+// it stores any.
 #include "tile_sm90.cuh"
 
 using cfg::Element;

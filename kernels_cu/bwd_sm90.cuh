@@ -27,7 +27,7 @@ __device__ __forceinline__ Pair unpack2(u32 x) {
 // One key tile of one key head, and the query tiles that it visits for every query head of its group.
 struct Work {
   int n_block, head_kv, batch;
-  bool exists;
+  bool exists;  // the middle tile of a head has no partner: see find_work
   TileRange q_tiles;
 
   __device__ __forceinline__ int n0() const { return n_block * TILE_N; }
@@ -42,7 +42,7 @@ struct Work {
 // The CTA's `turn`-th piece of work, or false. All warps find it by themselves, so nothing need be communicated.
 //
 // With a CTA for every tile, tiles are numbered head by head; an ordered sum wants the last of a head first (see
-// await_turn). Fewer CTAs take pairs of tiles, the i-th and the i-th last of a head: in causal heads, where tiles have
+// accumulate_dq). Fewer CTAs take pairs of tiles, the i-th and the i-th last of a head: in causal heads, where tiles have
 // less to do the later they come, pairs are alike. When half of the CTAs can take the pairs that are left, all share.
 __device__ __forceinline__ bool find_work(const Params& p, int turn, Work& work) {
   const int heads = p.batch * p.num_heads_kv, ctas = gridDim.x, cta = blockIdx.x;
@@ -60,7 +60,7 @@ __device__ __forceinline__ bool find_work(const Params& p, int turn, Work& work)
     head = pair / head_pairs, block = pair - head * head_pairs;
     if (second) block = p.num_n_blocks - 1 - block;
   }
-  work.exists = !second || 2 * block + 1 != p.num_n_blocks;  // the middle tile has no partner
+  work.exists = !second || 2 * block + 1 != p.num_n_blocks;
   work.n_block = block;
   work.batch = head / p.num_heads_kv;
   work.head_kv = head - work.batch * p.num_heads_kv;
@@ -110,9 +110,9 @@ __device__ __forceinline__ void await_as_warp(u64* barrier, u32 parity) {
 struct alignas(16) RowValues { float x[2][2]; };
 using TileValues = RowValues[TILE_M / 16][4];
 
-// One warp's work: brings lse or delta of every step's query rows to a ring in shared memory. `gmem(batch, head)` points
-// to a head's values, which are `stride` apart; rows that do not exist have `none`; convert() makes of a value what is
-// stored. await(stage) waits until a buffer is free, arrive(stage) says that it is full.
+// One warp's work: brings lse or delta of every step's query rows to a ring in shared memory. `gmem(batch, head)` are a
+// head's values, `stride` apart; rows that do not exist have `none`; convert() makes of a value what is stored.
+// await(stage) waits until a buffer is free, arrive(stage) says that it is full.
 template <class Gmem, class Convert, class Await, class Arrive>
 __device__ __forceinline__ void produce_values(const Params& p, TileValues (&ring_smem)[STAGES], Gmem gmem, i64 stride,
                                                float none, Convert convert, Await await, Arrive arrive, int lane) {
@@ -138,8 +138,8 @@ __device__ __forceinline__ void produce_values(const Params& p, TileValues (&rin
   });
 }
 template <class Await, class Arrive>
-__device__ __forceinline__ void produce_lse(const Params& p, TileValues (&ring_smem)[STAGES], Await await, Arrive arrive,
-                                            int lane) {
+__device__ __forceinline__ void produce_lse(const Params& p, TileValues (&ring_smem)[STAGES], Await await,
+                                            Arrive arrive, int lane) {
   auto gmem = [&](int batch, int head) { return p.lse + batch * p.lse_stride[0] + head * p.lse_stride[1]; };
   produce_values(p, ring_smem, gmem, p.lse_stride[2], NEG_INF, lse_origin<float>, await, arrive, lane);
 }
@@ -178,9 +178,9 @@ template <class Smem> __device__ __forceinline__ void check_keys(const Params& p
   });
 }
 
-// ---- scores: (64 keys, TILE_M queries) accumulators ------------------------------------------------------------------
-// As the operand a of a product that sums over the queries, such an accumulator is [M_STEPS][4] registers. Register i of
-// step s holds, for key (lane / 4) + 8 * (i % 2) of the warp's 16, query 16 * s + 8 * (i / 2) + 2 * (lane % 4) and the
+// ---- scores: (64 keys, TILE_M queries) accumulators -----------------------------------------------------------------
+// As the operand a of a product that sums over the queries, such an accumulator is [M_STEPS][4] registers. Register i
+// of step s holds, for key lane / 4 + 8 * (i % 2) of the warp's 16, query 16 * s + 8 * (i / 2) + 2 * (lane % 4) and the
 // next; they are the accumulator's 8 * s + 2 * i and the next.
 
 // d = a(keys, 16 * STEPS) b(queries, 16 * STEPS)T, where a lies in a tile of A_ROWS rows.
@@ -233,7 +233,7 @@ __device__ __forceinline__ void hide(float (&ds_rmem)[TILE_M / 2], const Params&
   }
 }
 
-// The columns [FIRST, COLUMNS) of d(64 keys, COLUMNS) += a(64 keys, TILE_M queries) b(TILE_M queries, COLUMNS). A product
+// Columns [FIRST, COLUMNS) of d(64 keys, COLUMNS) += a(64 keys, TILE_M queries) b(TILE_M queries, COLUMNS). A product
 // is at most MAX_COLUMNS wide: the assembler wants an instruction to fit the registers that a thread has at launch.
 constexpr int MAX_COLUMNS = 128;
 template <int COLUMNS, int FIRST = 0>
@@ -263,14 +263,14 @@ __device__ __forceinline__ void store_ds(Element (&ds_smem)[CHUNKS][TILE_N][CHUN
 
 // ---- dq to global memory --------------------------------------------------------------------------------------------
 // dq_accum holds, for each batch and query head, seqlen_q * head_dim floats. Blocks of 64 whole rows lie in them one
-// after the other, each in the order of the accumulator of a (64, TILE_D) product: [column / 8][thread][4]. So every add
-// is 16 bytes wide and a warp's adds are contiguous. What is left over at the end of a head lies row by row, and so does
-// everything if the product is wider than head_dim. bwd_convert_sm90 reads it.
+// after the other, each in the order of the accumulator of a (64, TILE_D) product: [column / 8][thread][4]. So every
+// add is 16 bytes wide and a warp's adds are contiguous. What is left over at the end of a head lies row by row, and so
+// does everything if the product is wider than head_dim. bwd_convert_sm90 reads it.
 
-// Where in a head's floats query row `row` has column `column`.
-__device__ __forceinline__ int in_fragment_order(const Params& p, int row) {
+__device__ __forceinline__ bool in_fragment_order(const Params& p, int row) {
   return !cfg::RAGGED_D && row / CHUNK * CHUNK + CHUNK <= p.seqlen_q;
 }
+// Where in a head's floats query row `row` has column `column`.
 __device__ __forceinline__ i64 dq_offset(const Params& p, int row, int column) {
   if (!in_fragment_order(p, row)) return (i64)row * p.head_dim + column;
   const int block_row = row % CHUNK, thread = block_row / 16 * WARP + block_row % 8 * 4 + column % 8 / 2;
@@ -291,7 +291,7 @@ __device__ __forceinline__ void add_dq(const Params& p, const float (&dq_rmem)[C
     }
     return;
   }
-  // Lane pairs swap halves, so that each has four neighbours of a row: the even lane of its first, the odd of the other.
+  // Lane pairs swap halves, so that each has four neighbours of a row: the even lane of the first, the odd of row + 8.
   const int lane = thread % WARP, odd = lane & 1, row = thread / WARP * 16 + lane / 4 + odd * 8;
   float* row_gmem = p.dq_accum + (first_row + row) * p.head_dim + column0 + lane % 4 / 2 * 4;
 #pragma unroll
@@ -329,8 +329,8 @@ __device__ __forceinline__ void add_ds_k(const Params& p, u64 ds, u64 k, int bat
 
 // The same, element by element and without the keys that a query does not see. Slow: for what happens rarely.
 template <class Smem>
-__device__ __forceinline__ void add_dq_exactly(const Params& p, const Smem& smem, int buffer, const Work& tile, int head,
-                                               int m_block, int thread) {
+__device__ __forceinline__ void add_dq_exactly(const Params& p, const Smem& smem, int buffer, const Work& tile,
+                                               int head, int m_block, int thread) {
   auto at = [](const auto& chunks, int row, int column) {
     return to_real(chunks[column / CHUNK][row][(column % CHUNK / 8 ^ row % 8) * 8 + column % 8]);
   };
@@ -361,9 +361,9 @@ template <class Smem> __device__ __forceinline__ void accumulate_dq(const Params
       keys.advance();
     }
     mbarrier_wait(&smem.ds_full[buffer.index], buffer.parity);
-    // Ordered sums: the key tiles that visit a query tile add to its dq from the last to the first. Among causal ones the
-    // last starts there, the one before it comes by some steps later, and so on: nobody waits long. A tile waits for
-    // tiles that find_work numbers before it, so somebody can always go on.
+    // Ordered sums: the key tiles that visit a query tile add to its dq from the last to the first. Among causal ones
+    // the last starts there, the one before it comes by some steps later, and so on: nobody waits long. A tile waits
+    // for tiles that find_work numbers before it, so somebody can always go on.
     int* turn = p.semaphore + ((i64)tile.batch * p.num_heads_q + head) * p.num_m_blocks + m_block;
     if (cfg::DETERMINISTIC) {
       const int own = kv_range(p, m_block * TILE_M).end - 1 - tile.n_block;

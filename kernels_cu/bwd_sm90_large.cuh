@@ -1,7 +1,7 @@
 // The Hopper backward's schedule for head_dim above 128: warpgroups divide the products (see bwd_sm90_small.cuh).
 //
-// Here dk and dv of 64 keys fill the registers of a warpgroup each, so two warpgroups share the same 64 keys, and each of
-// the five products is one warpgroup's alone. Tiles are (64 keys, 64 queries).
+// Here dk and dv of 64 keys fill the registers of a warpgroup each, so two warpgroups share the same 64 keys, and each
+// of the five products is one warpgroup's alone. Tiles are (64 keys, 64 queries).
 //
 //   warps        0        produce tiles      k, v once a key tile; q, do by TMA
 //                1, 2     produce values     lse, delta

@@ -20,8 +20,8 @@
 // So the last step also multiplies, for nothing. p is rounded before dsT, and dsT takes the registers of pT once dv is
 // done: dk, dv, one score tile and one operand are what registers hold.
 //
-// Shared memory (struct Smem): k, v; a ring of STAGES q, do, lse, delta; two ds. Each buffer has a "full" and an "empty"
-// mbarrier; `empty` is of a whole stage.
+// Shared memory (struct Smem): k, v; a ring of STAGES q, do, lse, delta; two ds. Each buffer has a "full" and an
+// "empty" mbarrier; `empty` is of a whole stage.
 #pragma once
 #include "bwd_sm90.cuh"
 

@@ -291,6 +291,8 @@ def _backward_sm90(problem: Problem, device: Device, notes: tuple[str, ...]) -> 
     row = _row(problem, KERNELS["bwd_sm90"], device)
     num_m_blocks = _cdiv(problem.seqlen_q, row.tile_m)
     tiles = _cdiv(problem.seqlen_k, row.tile_n) * problem.num_heads_kv * problem.batch
+    if tiles > _MAX_GRID:
+        raise Unsupported(f"bwd_sm90 would have {tiles} key tiles for {problem}; it counts to {_MAX_GRID}")
     workspace = {"delta": rows * 4, "dq_accum": rows * problem.head_dim * 4}
     if problem.deterministic:
         workspace["semaphore"] = problem.batch * problem.num_heads_q * num_m_blocks * 4
