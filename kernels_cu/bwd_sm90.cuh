@@ -42,8 +42,9 @@ struct Work {
 // The CTA's `turn`-th piece of work, or false. All warps find it by themselves, so nothing need be communicated.
 //
 // With a CTA for every tile, tiles are numbered head by head; an ordered sum wants the last of a head first (see
-// accumulate_dq). Fewer CTAs take pairs of tiles, the i-th and the i-th last of a head: in causal heads, where tiles have
-// less to do the later they come, pairs are alike. When half of the CTAs can take the pairs that are left, all share.
+// accumulate_dq). Fewer CTAs take pairs of tiles, the i-th and the i-th last of a head: in causal heads, where tiles
+// have less to do the later they come, pairs are alike. When half of the CTAs can take the pairs that are left, all
+// share them.
 __device__ __forceinline__ bool find_work(const Params& p, int turn, Work& work) {
   const int heads = p.batch * p.num_heads_kv, ctas = gridDim.x, cta = blockIdx.x;
   int head, block, second = 0;
