@@ -152,7 +152,7 @@ __device__ __forceinline__ void consume(const Params& p, Smem& smem, int consume
       buffer.advance();
       stage.advance();
 
-      if constexpr (cfg::PING_PONG > 0) named_barrier_sync(TURN + consumer, TURN_THREADS);
+      if (cfg::PING_PONG) named_barrier_sync(TURN + consumer, TURN_THREADS);
       wgmma_hold(a_rmem);
       wgmma_hold(dk_rmem);
       wgmma_fence();
@@ -162,12 +162,11 @@ __device__ __forceinline__ void consume(const Params& p, Smem& smem, int consume
       if (!last) mbarrier_wait(&smem.q_full[stage.index], stage.parity);
       wgmma_fence();
       multiply_scores(last ? at : stage.index);
-      if constexpr (cfg::PING_PONG == 1) named_barrier_arrive(TURN + (consumer + 1) % CONSUMERS, TURN_THREADS);
+      if (cfg::PING_PONG) named_barrier_arrive(TURN + (consumer + 1) % CONSUMERS, TURN_THREADS);
       wgmma_wait<0>();
       wgmma_hold(s_rmem);
       wgmma_hold(a_rmem);
       wgmma_hold(dk_rmem);
-      if constexpr (cfg::PING_PONG == 2) named_barrier_arrive(TURN + (consumer + 1) % CONSUMERS, TURN_THREADS);
       if (lane == 0) mbarrier_arrive(&smem.empty[at]);
       if (++m_block == tile.q_tiles.end) m_block = tile.q_tiles.begin;
     }
@@ -211,7 +210,7 @@ template <class Smem> __device__ __forceinline__ void run(const Params& p, Smem&
     accumulate_dq(p, smem);
   } else {
     setmaxnreg_inc<cfg::CONSUMER_REGISTERS>();
-    if (cfg::PING_PONG > 0 && warpgroup == CONSUMERS + 1) named_barrier_arrive(TURN, TURN_THREADS);
+    if (cfg::PING_PONG && warpgroup == CONSUMERS + 1) named_barrier_arrive(TURN, TURN_THREADS);
     consume(p, smem, warpgroup - 2, lane);
   }
 }

@@ -156,7 +156,7 @@ def _fwd_sm90(
 
 
 def _bwd_sm90(head_dim: int, tile_m: int, tile_n: int, stages: int, why: str, *, large: bool = False,
-              ping_pong: int = 0) -> Row:  # fmt: skip
+              ping_pong: bool = False, causal: bool | None = None) -> Row:  # fmt: skip
     """One warpgroup loads, one computes dq, and two the rest: they divide keys, or products where heads are `large`."""
     knobs = (
         ("LARGE_HEADS", large),
@@ -165,7 +165,7 @@ def _bwd_sm90(head_dim: int, tile_m: int, tile_n: int, stages: int, why: str, *,
         ("DQ_REGISTERS", 64),
         ("CONSUMER_REGISTERS", 208),
     )
-    return Row(head_dim, tile_m, tile_n, 512, stages, 1, why, knobs)
+    return Row(head_dim, tile_m, tile_n, 512, stages, 1, why, knobs, causal)
 
 
 def _rows(head_dim: int, rows: int, itemsize: int) -> Row:
@@ -304,8 +304,9 @@ KERNELS: dict[str, Kernel] = {
         pad=16,
         smem_bytes=_bwd_sm90_smem,
         rows=(
-            _bwd_sm90(64, 128, 128, 3, "as many scores a step as registers hold"),
-            _bwd_sm90(128, 64, 128, 3, "as many scores a step as registers hold beside dk and dv"),
+            _bwd_sm90(64, 128, 128, 3, "in turns +4 to +7 % from 4k on", ping_pong=True, causal=False),
+            _bwd_sm90(64, 128, 128, 3, "64 queries -3 to -6 % from 4k on", causal=True),
+            _bwd_sm90(128, 64, 128, 3, "in turns +2 to +4 % from 4k on; two stages equal", ping_pong=True),
             _bwd_sm90(256, 64, 64, 2, "dk and dv of 64 keys fill a warpgroup each", large=True),
         ),
     ),
@@ -336,7 +337,7 @@ KERNELS: dict[str, Kernel] = {
         only_capability=(9, 0),
         pad=16,
         smem_bytes=_no_smem,
-        rows=(Row(256, 64, 1, 128, 1, 4, "a CTA for the 64 rows that bwd_sm90 adds at once"),),
+        rows=(Row(256, 64, 1, 128, 1, 3, "a CTA for the 64 rows that bwd_sm90 adds at once"),),
     ),
 }
 
