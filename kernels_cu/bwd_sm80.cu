@@ -48,6 +48,8 @@ static_assert(sizeof(Smem) == cfg::SMEM_BYTES, "tiles.py and Smem disagree");
 static_assert(RING == 3, "tiles i - 1 (then i + 2), i and i + 1");
 static_assert(2 * TILE_M <= LOAD_THREADS, "a thread fetches one lse or delta");
 
+__device__ __forceinline__ int uniform(int x) { return redux_or(x); }  // x is the same in all lanes, and the compiler knows
+
 // A query tile of the walk: of which query head of the group, which tile, in which slot of the rings.
 struct QueryTile { int group_head, m_block, slot; };
 
@@ -55,11 +57,12 @@ extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS) bw
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
   const int thread = threadIdx.x, lane = thread % 32;
-  const int warp = __shfl_sync(~0u, thread / 32, 0);  // the compiler then knows that it is the same in all lanes
+  const int warp = uniform(thread / 32);
   // Key tiles of a head follow each other: they share its queries in L2, those with most queries come first (causal),
   // and a CTA waits only for smaller blockIdx (DETERMINISTIC), which start before it.
-  const int n_block = blockIdx.x % p.num_n_blocks, kv_head = blockIdx.x / p.num_n_blocks % p.num_heads_kv;
-  const int batch = blockIdx.x / p.num_n_blocks / p.num_heads_kv;
+  const u32 head_index = blockIdx.x / u32(p.num_n_blocks);
+  const int n_block = uniform(blockIdx.x - head_index * p.num_n_blocks);
+  const int batch = uniform(head_index / u32(p.num_heads_kv)), kv_head = uniform(head_index % u32(p.num_heads_kv));
   const int n0 = n_block * TILE_N, keys = p.seqlen_k - n0;
   const TileRange range = q_range(p, n0);
   const int head_tiles = range.end - range.begin, tiles = head_tiles * p.qheads_per_kv;
@@ -184,9 +187,11 @@ extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS) bw
   // or NaN (hardly ever), dq skips what is hidden, element by element; q and do are made finite for the products with
   // dsT and pT, where s and delta have already spread NaN over what sees them, but for dv, which is made good at the end.
   auto add_dq_exactly = [&](const QueryTile& tile, float* dst, int row_stride, int rows) {
-    for (int i = thread - (WARPS - DQ_WARPS) * 32; i < TILE_M * TILE_D; i += DQ_WARPS * 32) {
+#pragma unroll 1
+    for (int i = fresh_thread() - (WARPS - DQ_WARPS) * 32; i < TILE_M * TILE_D; i += DQ_WARPS * 32) {
       const int m = i / TILE_D, d = i % TILE_D;
       float sum = 0;
+#pragma unroll 1
       for (int n = 0; n < TILE_N; n++) {
         if (!visible(p, tile.m_block * TILE_M + m, n0 + n)) continue;
         sum += to_real(element(Int<TILE_M>(), smem.pt[tile.slot], n, m)) * to_real(element(Int<TILE_D>(), smem.k, n, d));
@@ -195,12 +200,14 @@ extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS) bw
     }
   };
   auto make_finite = [&](Element* tile, int count) {  // by role 0
-    for (int i = thread; i < count; i += ROLE_WARPS * 32) {
+#pragma unroll 1
+    for (int i = fresh_thread(); i < count; i += ROLE_WARPS * 32) {
       if (nonfinite<Element>(tile[i].bits)) tile[i] = Element{0};
     }
   };
   auto add_nonfinite_to_dv = [&] {  // by role 0, to dv staged over v: do that is inf or NaN makes dv so
-    for (int i = thread; i < TILE_N * TILE_DV; i += ROLE_WARPS * 32) {
+#pragma unroll 1
+    for (int i = fresh_thread(); i < TILE_N * TILE_DV; i += ROLE_WARPS * 32) {
       const int n = i / TILE_DV, d = i % TILE_DV;
       Element& dv = element(Int<TILE_DV>(), smem.v, n, d);
       float sum = to_real(dv);
@@ -228,7 +235,7 @@ extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS) bw
     float* dst = p.dq_accum + (head * p.seqlen_q + m0) * row_stride;  // the tile
     float* warp_dst = dst + dq_row * row_stride + dq_part * BLOCK;    // this warp's part of it
     int* turn = p.semaphore + head * p.num_m_blocks + tile.m_block;
-    const bool speaker = thread == (WARPS - DQ_WARPS) * 32;
+    const bool speaker = fresh_thread() == (WARPS - DQ_WARPS) * 32;
     if (cfg::DETERMINISTIC) {
       if (speaker) while (ld_acquire(turn) != n_block - kv_range(p, m0).begin) {}
       named_barrier_sync(DQ_TURN, DQ_WARPS * 32);
@@ -300,7 +307,7 @@ extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS) bw
           make_finite(smem.q[next.slot], TILE_M * TILE_D);
           make_finite(smem.dout[next.slot], TILE_M * TILE_DV);
           named_barrier_sync(ROLE_0, ROLE_WARPS * 32);
-          if (thread == 0) smem.made_finite = true;
+          if (fresh_thread() == 0) smem.made_finite = true;
         }
         const int lane = fresh_lane();
         accumulate<TILE_DV>(dv, pt, lane_address<TILE_M, ROWS_FIRST>(smem.pt[next.slot], other_key0, lane),

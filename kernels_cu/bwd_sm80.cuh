@@ -16,6 +16,7 @@ constexpr int KEPT_DV = smaller(cfg::V_RMEM_BLOCKS, DV_BLOCKS);   // (role 1) th
 constexpr int DQ_WARPS = cfg::DQ_WARPS;                   // the last of the warps: role 1, or all
 constexpr int DQ_M_WARPS = cfg::DQ_M_WARPS, DQ_D_WARPS = DQ_WARPS / DQ_M_WARPS;
 constexpr int DQ_M_BLOCKS = Q_BLOCKS / DQ_M_WARPS;
+constexpr int FENCE = 2;
 constexpr int AHEAD = 2;                                  // operand blocks on their way from smem to registers
 
 static_assert(TILE_N % (ROLE_WARPS * BLOCK) == 0 && Q_BLOCKS % DQ_M_WARPS == 0, "whole blocks a warp");
@@ -37,6 +38,7 @@ __device__ __forceinline__ void pipelined(Load load, Multiply multiply) {
   for (int u = 0; u < UNITS; u++) {
     if (u + DISTANCE < UNITS) load(u + DISTANCE);
     multiply(u);
+    if (u % FENCE == FENCE - 1 && u + 1 < UNITS) __syncwarp();
   }
 }
 
