@@ -20,7 +20,7 @@
 // tell whether a score was too large for it; hardly ever does the vote of the warp find one, and s[i] must be computed
 // anew, the reference raised and o rescaled.
 //
-// With WARP_RANGES, a warp joins the walk at the first tile that its own rows see.
+// Where rows see different keys, a warp joins the walk at the first tile that its own rows see.
 //
 // Shared memory (struct Smem): the ring. While the first tiles are on their way, q lies in the stages that are filled
 // later; o is staged over the ring at the end. There is one barrier a tile, before its last strip: then all warps have
@@ -37,7 +37,7 @@ constexpr int D_BLOCKS = TILE_D / BLOCK, DV_BLOCKS = TILE_DV / BLOCK;  // 16-col
 constexpr int KEY_BLOCKS = STRIP / BLOCK, STRIPS = TILE_N / STRIP;
 constexpr int Q_RMEM = Q_BLOCKS < D_BLOCKS ? Q_BLOCKS : D_BLOCKS;      // column blocks of q kept in registers;
 constexpr bool Q_STAYS = Q_RMEM < D_BLOCKS;                            // the others are read from smem in every step
-constexpr bool OWN_RANGES = ROWS_DIFFER && WARP_RANGES;                // warps skip tiles that only other warps see
+constexpr bool OWN_RANGES = ROWS_DIFFER;                               // warps skip tiles that only other warps see
 static_assert(STRIPS % 2 == 0, "s and p of consecutive strips alternate between two buffers");
 static_assert(STAGES >= 3, "a tile is read, the next has arrived, another is on its way");
 
@@ -74,7 +74,7 @@ struct Smem {
     Element o[TILE_M * TILE_DV];
   };
   alignas(128) Work work;  // kept here for the end, out of the registers
-  bool replaced_values;    // whether there was inf or NaN in v in a masked tile
+  bool replaced_values;    // whether the output needs add_nonfinite
 };
 static_assert(sizeof(Smem) == SMEM_BYTES, "tiles.py and Smem disagree");
 
@@ -85,7 +85,6 @@ constexpr int SCORES_PER_BLOCK = KEY_BLOCKS * 8, SCORES = M_BLOCKS * SCORES_PER_
 
 // A step is a sequence of units, each an ldmatrix of one operand block and its products: those of o, then those of s.
 constexpr int O_UNITS = KEY_BLOCKS * DV_BLOCKS, UNITS = O_UNITS + KEY_BLOCKS * D_BLOCKS;
-constexpr int AHEAD = M_BLOCKS > 1 ? 1 : 3;  // operands are loaded this many units ahead of use
 constexpr int pairs_due(int u) {  // how many pairs of probabilities are due before unit u, spread over the first ones
   const int due = u * PAIRS / O_UNITS;
   return due < PAIRS ? due : PAIRS;
@@ -112,8 +111,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_CTAS) fwd_sm80(con
   float o_rmem[M_BLOCKS][DV_BLOCKS * 2][4] = {};
   Scores s_rmem[2];         // of this strip and of the next
   Probabilities p_rmem[2];  // of this strip and of the one before
-  u32 operand[AHEAD + 1][4];    // B operands of two n8 blocks: for this unit and for the next ones
-  u32 q_block[AHEAD + 1][M_BLOCKS][4];  // A operands: the column blocks of q that stay in smem
+  u32 operand[2][4];            // B operands of two n8 blocks: for this unit and for the next
+  u32 q_block[2][M_BLOCKS][4];  // A operands: the column blocks of q that stay in smem
   RowSoftmax<ROWS> softmax;
   softmax.reset();
 
@@ -222,21 +221,19 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_CTAS) fwd_sm80(con
   };
   // The operand of a unit, from v_strip for o or from k_strip for s.
   auto load_operand = [&](int u, u32 v_strip, u32 k_strip) {
-    u32(&block)[4] = operand[u % (AHEAD + 1)];
     if (u < O_UNITS) {
-      ldmatrix_x4_trans(block, block_at<TILE_DV>(v_strip, u / DV_BLOCKS * BLOCK, u % DV_BLOCKS * BLOCK));
+      ldmatrix_x4_trans(operand[u % 2], block_at<TILE_DV>(v_strip, u / DV_BLOCKS * BLOCK, u % DV_BLOCKS * BLOCK));
       return;
     }
     const int d = (u - O_UNITS) / KEY_BLOCKS, n = (u - O_UNITS) % KEY_BLOCKS;
-    ldmatrix_x4(block, block_at<TILE_D>(k_strip, n * BLOCK, d * BLOCK));
+    ldmatrix_x4(operand[u % 2], block_at<TILE_D>(k_strip, n * BLOCK, d * BLOCK));
 #pragma unroll
     for (int m = 0; m < M_BLOCKS; m++) {
-      u32(&q)[4] = q_block[d % (AHEAD + 1)][m];
-      if (d >= Q_RMEM && n == 0) ldmatrix_x4(q, block_at<TILE_D>(q_lane, m * BLOCK, d * BLOCK));
+      if (d >= Q_RMEM && n == 0) ldmatrix_x4(q_block[d % 2][m], block_at<TILE_D>(q_lane, m * BLOCK, d * BLOCK));
     }
   };
   auto multiply = [&](int u, const Probabilities& p, Scores& s) {
-    const u32(&b)[4] = operand[u % (AHEAD + 1)];
+    const u32(&b)[4] = operand[u % 2];
 #pragma unroll
     for (int i = 0; i < M_BLOCKS * 2; i++) {
       const int m = i / 2, half = i % 2;
@@ -245,41 +242,43 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_CTAS) fwd_sm80(con
         mma_m16n8k16<Element>(o_rmem[m][d * 2 + half], p[m][n], b[half * 2], b[half * 2 + 1]);
       } else {
         const int d = (u - O_UNITS) / KEY_BLOCKS, n = (u - O_UNITS) % KEY_BLOCKS;
-        const u32(&q)[4] = d < Q_RMEM ? q_rmem[d][m] : q_block[d % (AHEAD + 1)][m];
-        mma_m16n8k16<Element>(s[m][n * 2 + half], q, b[half * 2], b[half * 2 + 1]);
+        mma_m16n8k16<Element>(s[m][n * 2 + half], d < Q_RMEM ? q_rmem[d][m] : q_block[d % 2][m], b[half * 2],
+                              b[half * 2 + 1]);
       }
     }
   };
   // Units [begin, end) of a step: o += p v for the strip before, at v_before, then s_next = q kT for the strip after,
-  // at k_next. beside(u) is computed beside unit u.
-  auto run = [&](int begin, int end, u32 v_before, u32 k_next, const Probabilities& p, Scores& s_next, auto beside) {
-#pragma unroll
-    for (int u = 0; u < UNITS; u++) {
-      if (u >= begin && u < end && u < begin + AHEAD) load_operand(u, v_before, k_next | (latest_p & zero));
-    }
+  // at k_next. Operand 0 is loaded already, and so is `then` at the end: 0 for the next step, on v_strip, or -1 for
+  // none. beside(u) is computed beside unit u.
+  struct Operands { u32 v_before, v_strip, k_next; };
+  auto run = [&](int begin, int end, int then, Operands from, const Probabilities& p, Scores& s_next, auto beside) {
+    if (begin > 0) load_operand(begin, from.v_before, from.k_next | (latest_p & zero));
 #pragma unroll
     for (int u = 0; u < UNITS; u++) {
       if (u < begin || u >= end) continue;
-      if (u + AHEAD < end) {  // in turn: after an operand before, and after the exponentials that were due
-        const u32 before = u > begin ? operand[(u + AHEAD) % (AHEAD + 1)][0] : 0;
-        const u32 turn = (before | (pairs_due(u) > pairs_due(u - 1) ? latest_p : 0)) & zero;
-        load_operand(u + AHEAD, v_before | turn, k_next | turn);
-      }
+      const int next = u + 1 < end ? u + 1 : then;
+      auto load_next = [&] {  // in turn after exponentials that were due, otherwise after the operand before this one
+        const u32 turn = (pairs_due(u) > pairs_due(u - 1) ? latest_p : u > O_UNITS ? operand[next % 2][0] : 0) & zero;
+        load_operand(next, (next > 0 ? from.v_before : from.v_strip) | turn, from.k_next | turn);
+      };
+      const bool same_buffer = next % 2 == u % 2;
+      if (next >= 0 && !same_buffer) load_next();
       if (u == O_UNITS) clear(s_next);
       multiply(u, p, s_next);
+      if (next >= 0 && same_buffer) load_next();
       beside(u);
     }
   };
 
   auto nothing = [](int) {};
 
-  auto is_full = [](const TileRange& r, int tile) { return tile >= r.full_begin && tile < r.full_end; };
+  auto is_full = [&](int tile) { return tile >= range.full_begin && tile < range.full_end; };
   // All threads meet, with a tile that has arrived. A hidden key has no influence, but 0 * v would be NaN if its v is
   // inf or NaN. In masked tiles such values (there hardly ever are any) are replaced by 0 here, before anybody reads
   // them, and what visible ones do to the output is made good at the end.
   auto meet = [&](int tile, int stage) {
     Element* v = smem.ring[stage].v;  // (TILE_N, TILE_DV)
-    if (is_full(range, tile)) {
+    if (is_full(tile)) {
       named_barrier_sync(TILE_BARRIER, NUM_THREADS);
     } else if (__syncthreads_or(loaded_nonfinite<TILE_N, TILE_DV, NUM_THREADS>(v, thread))) {
       for (int i = thread; i < TILE_N * TILE_DV; i += NUM_THREADS) {
@@ -289,6 +288,23 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_CTAS) fwd_sm80(con
       __syncthreads();
     }
   };
+  // Each warp on its rows of o in smem: a visible inf or NaN in v makes its column of the row inf or NaN.
+  auto add_nonfinite = [&] {
+    __syncwarp();
+    for (int i = lane; i < WARP_ROWS * TILE_DV; i += 32) {
+      const int row = warp_row + i / TILE_DV, col = i % TILE_DV;
+      if (col >= p.head_dim_v) continue;
+      Element& o = smem.o[Swizzle<TILE_DV>::offset(row, col) / sizeof(Element)];
+      float sum = to_real(o);
+      for (int n = range.begin * TILE_N; n < min(range.end * TILE_N, p.seqlen_k); n++) {
+        if (is_full(n / TILE_N)) continue;
+        const Element value = v_gmem[n * p.v_stride[1] + col * p.v_stride[3]];
+        if (nonfinite<Element>(value.bits) && visible(p, work.m0 + row, n)) sum += to_real(value);
+      }
+      o = Dtype<Element>::from_real(sum);
+    }
+  };
+
   // Makes the next tile usable, and requests another for the stage of the one before, which all warps have left.
   auto next_tile = [&](int tile, int stage, u32 x) {
     cp_async_wait<STAGES - 3>();
@@ -300,7 +316,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_CTAS) fwd_sm80(con
       if (tile > range.begin) next_tile(tile, stage, stage);
       return;
     }
-    const bool masked = !is_full(warp, tile);
+    const bool masked = tile < warp.full_begin || tile >= warp.full_end;
 #pragma unroll
     for (int strip = 0; strip < STRIPS; strip++) {
       const bool at_end = strip == STRIPS - 1;
@@ -309,11 +325,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_CTAS) fwd_sm80(con
       Scores &s = s_rmem[strip % 2], &s_next = s_rmem[(strip + 1) % 2];
       Probabilities &p_strip = p_rmem[strip % 2], &p_before = p_rmem[(strip + 1) % 2];
       const u32 now = __float_as_uint(s[0][0][0]);  // known from the step before
-      const u32 v_before = strip > 0 ? strip_v(stage, strip - 1, now) : strip_v(before(stage), STRIPS - 1, now);
-      const u32 k_next = at_end ? strip_k(after(stage), 0, now) : strip_k(stage, strip + 1, now);
+      const Operands from = {strip > 0 ? strip_v(stage, strip - 1, now) : strip_v(before(stage), STRIPS - 1, now),
+                             strip_v(stage, strip, now),
+                             at_end ? strip_k(after(stage), 0, now) : strip_k(stage, strip + 1, now)};
+      const int after_step = strip == STRIPS - 2 ? -1 : 0;  // nothing is loaded ahead over the barrier
       Rows sum;
       auto in_the_ordinary_way = [&] {
-        run(O_UNITS, UNITS, 0, strip_k(stage, strip, latest_p), p_before, s, nothing);
+        run(O_UNITS, UNITS, -1, {0, 0, strip_k(stage, strip, latest_p)}, p_before, s, nothing);
         finish_scores(s, n0, masked);
         exponentiate_checked(s, p_strip, sum);
       };
@@ -321,17 +339,21 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_CTAS) fwd_sm80(con
         exponentiate(s, softmax.reference, p_strip, sum, pairs_due(u), pairs_due(u + 1));
       };
       if (at_end && !last) next_tile(tile, stage, now);
+      if (at_end) load_operand(0, from.v_before, 0);
       if (first) {
         in_the_ordinary_way();
-        run(O_UNITS, UNITS, 0, k_next, p_before, s_next, nothing);
+        run(O_UNITS, UNITS, after_step, from, p_before, s_next, nothing);
       } else {
         finish_scores(s, n0, masked);
-        if (last) run(0, O_UNITS, v_before, 0, p_before, s_next, exponentials);
-        else run(0, UNITS, v_before, k_next, p_before, s_next, exponentials);
+        if (last) run(0, O_UNITS, 0, from, p_before, s_next, exponentials);
+        else run(0, UNITS, after_step, from, p_before, s_next, exponentials);
         bool outgrown = false;  // or NaN
 #pragma unroll
         for (int r = 0; r < ROWS; r++) outgrown |= !(sum[r] <= MAX_LANE_SUM);
-        if (__builtin_expect(__any_sync(~0u, outgrown), 0)) in_the_ordinary_way();
+        if (__builtin_expect(__any_sync(~0u, outgrown), 0)) {
+          in_the_ordinary_way();
+          if (after_step == 0) load_operand(0, from.v_strip, 0);
+        }
       }
 #pragma unroll
       for (int r = 0; r < ROWS; r++) softmax.sum[r] += sum[r];
@@ -356,9 +378,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_CTAS) fwd_sm80(con
     }
     int stage = 0;
     for (int tile = range.end - 1; tile >= range.begin; tile--, stage = after(stage)) walk_tile(tile, stage);
-    if (!OWN_RANGES || range.begin < warp.end) {
-      run(0, O_UNITS, strip_v(before(stage), STRIPS - 1, 0), 0, p_rmem[1], s_rmem[0], nothing);
-    }
+    const Operands from = {strip_v(before(stage), STRIPS - 1, 0), 0, 0};
+    if (!OWN_RANGES || range.begin < warp.end) run(0, O_UNITS, -1, from, p_rmem[1], s_rmem[0], nothing);
   }
   __syncthreads();  // o is about to overwrite the ring
 
@@ -382,25 +403,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_CTAS) fwd_sm80(con
     const int m = i % M_BLOCKS, n = i / M_BLOCKS;
     store_accumulator<TILE_DV>(smem.o, same_warp_row + m * BLOCK, n * 8, o_rmem[m][n], same_lane);
   }
+  if (smem.replaced_values) add_nonfinite();
   __syncwarp();
-  if (smem.replaced_values) {  // in masked tiles: now a visible inf or NaN in v makes its column of a row inf or NaN
-    const TileRange done_range = kv_range(p, done.m0);
-    const Element* v = p.v + done.batch * p.v_stride[0] + done.head / p.qheads_per_kv * p.v_stride[2];
-    for (int i = same_lane; i < WARP_ROWS * TILE_DV; i += 32) {
-      const int row = same_warp_row + i / TILE_DV, col = i % TILE_DV;
-      if (col >= p.head_dim_v) continue;
-      Element& o = smem.o[Swizzle<TILE_DV>::offset(row, col) / sizeof(Element)];
-      float sum = to_real(o);
-      for (int n = done_range.begin * TILE_N; n < min(done_range.end * TILE_N, p.seqlen_k); n++) {
-        const Element value = v[n * p.v_stride[1] + col * p.v_stride[3]];
-        if (nonfinite<Element>(value.bits) && !is_full(done_range, n / TILE_N) && visible(p, done.m0 + row, n)) {
-          sum += to_real(value);
-        }
-      }
-      o = Dtype<Element>::from_real(sum);
-    }
-    __syncwarp();
-  }
   const int row = done.m0 + same_warp_row;
   Element* o_gmem = p.o + done.batch * p.o_stride[0] + done.head * p.o_stride[2] + row * p.o_stride[1];
   const GmemTile<Element> o = {o_gmem, p.o_stride[1], p.o_stride[3], p.seqlen_q - row, p.head_dim_v};

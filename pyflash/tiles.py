@@ -109,7 +109,7 @@ def _fwd_sm80(head_dim: int, tile_m: int, tile_n: int, threads: int, stages: int
               q_blocks: int, why: str, *, causal: bool | None = None, min_smem: int = 0) -> Row:  # fmt: skip
     """`strip`: keys of a pipeline step; `q_blocks`: 16-column blocks of q held in registers, the others are read from
     shared memory in every step."""
-    knobs = ("STRIP", strip), ("Q_BLOCKS", q_blocks), ("WARP_RANGES", True)
+    knobs = ("STRIP", strip), ("Q_BLOCKS", q_blocks)
     return Row(head_dim, tile_m, tile_n, threads, stages, min_ctas, why, knobs, causal, min_smem=min_smem)
 
 
