@@ -70,7 +70,7 @@ struct Smem {
     struct {
       Stage early[EARLY_STAGES];
       Element q[TILE_M * TILE_D];
-    };
+    } start;
     Element o[TILE_M * TILE_DV];
   };
   alignas(128) Work work;  // kept here for the end, out of the registers
@@ -124,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_CTAS) fwd_sm80(con
 
   const Element* k_gmem = p.k + work.batch * p.k_stride[0] + kv_head * p.k_stride[2];  // (seqlen_k, head_dim)
   const Element* v_gmem = p.v + work.batch * p.v_stride[0] + kv_head * p.v_stride[2];  // (seqlen_k, head_dim_v)
-  const u32 q_lane = lane_address<TILE_D, ROWS_FIRST>(smem.q, warp_row, lane);
+  const u32 q_lane = lane_address<TILE_D, ROWS_FIRST>(smem.start.q, warp_row, lane);
   const u32 k_lane = lane_address<TILE_D, COLS_FIRST>(smem.ring[0].k, 0, lane);
   const u32 v_lane = lane_address<TILE_DV, ROWS_FIRST>(smem.ring[0].v, 0, lane);
   // Where a lane finds a strip of a tile; computed after x.
@@ -144,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_CTAS) fwd_sm80(con
   auto load_q = [&] {
     const Element* q_gmem = p.q + work.batch * p.q_stride[0] + work.head * p.q_stride[2] + work.m0 * p.q_stride[1];
     const GmemTile<const Element> q = {q_gmem, p.q_stride[1], p.q_stride[3], p.seqlen_q - work.m0, p.head_dim};
-    load_tile<TILE_M, TILE_D, WIDE_Q, RAGGED_D, true, NUM_THREADS>(smem.q, q, thread);
+    load_tile<TILE_M, TILE_D, WIDE_Q, RAGGED_D, true, NUM_THREADS>(smem.start.q, q, thread);
   };
   // Requests a tile as one group of copies, an empty one past the last tile, so that groups can be counted.
   auto load_kv = [&](int tile, int stage, u32 from) {

@@ -175,6 +175,12 @@ class _JaxCuda(_CuPy):
         return False  # JAX relies on its arrays never changing
 
 
+def _in_library_of(like, view):
+    """`view` as an array of the library that `like` is of, if that says how; otherwise as it is."""
+    namespace = getattr(like, "__array_namespace__", lambda: None)()
+    return namespace.from_dlpack(view) if hasattr(namespace, "from_dlpack") else view
+
+
 class _DLPack(_CuPy):
     """A CUDA array of a library that PyFlash does not know by name."""
 
@@ -186,8 +192,7 @@ class _DLPack(_CuPy):
         return cupy.from_dlpack(array)
 
     def wrap(self, view, like):
-        namespace = getattr(like, "__array_namespace__", lambda: None)()
-        return namespace.from_dlpack(view) if hasattr(namespace, "from_dlpack") else view
+        return _in_library_of(like, view)
 
 
 class _DLPackCpu(_NumPy):
@@ -197,8 +202,7 @@ class _DLPackCpu(_NumPy):
         return np.from_dlpack(array)
 
     def wrap(self, view, like):
-        namespace = getattr(like, "__array_namespace__", lambda: None)()
-        return namespace.from_dlpack(view) if hasattr(namespace, "from_dlpack") else view
+        return _in_library_of(like, view)
 
 
 NUMPY, CUPY, TORCH, TORCH_CPU, JAX, JAX_CPU, DLPACK, DLPACK_CPU = (

@@ -49,7 +49,7 @@ def _compile(launch: Launch, device: Device, into: Path | None) -> bool:
     arch, start = compile.arch_of(launch, device), time.perf_counter()
     path = compile.cubin(launch, arch)
     seconds = time.perf_counter() - start
-    report = compile.report(path.with_suffix(".log").read_text())
+    report = compile.report(path.with_suffix(".log").read_text(encoding="utf-8"))
     print(f"{launch.kernel:12} {arch:7} {report.registers:9} {report.spill_bytes:6} B {seconds:8.2f}  {path}")
     for warning in report.warnings:
         print(f"{'':12} {warning}")

@@ -85,11 +85,12 @@ def _cache_folder() -> Path:
 
 @cache
 def _compiler_version() -> str:
-    return subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=True).stdout
+    command = [compiler(), "--version"]
+    return subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=True).stdout
 
 
 def _compile(arguments: Sequence[str], what: str) -> None:
-    done = subprocess.run([compiler(), *arguments], capture_output=True, text=True)
+    done = subprocess.run([compiler(), *arguments], capture_output=True, encoding="utf-8", errors="replace")
     if done.returncode:
         raise EmulatorError("does not compile", f"{what}:\n{done.stderr[:6000]}")
 
@@ -108,7 +109,8 @@ def _cached(stem: str, parts: Sequence[str], make) -> Path:
 
 @cache
 def _sources(folder: Path) -> str:
-    return "\0".join(f"{path.name}\0{path.read_text()}" for path in sorted(folder.iterdir()) if path.is_file())
+    paths = (path for path in sorted(folder.iterdir()) if path.is_file())
+    return "\0".join(path.name + "\0" + path.read_text(encoding="utf-8") for path in paths)
 
 
 @cache
@@ -167,7 +169,7 @@ def _flatten(text: str, headers: Mapping[str, str], name: str, seen: set[str]) -
         if child not in seen:
             seen.add(child)
             own = _DEVICE / child
-            text, place = (own.read_text(), _OWN + child) if own.exists() else (headers[child], child)
+            text, place = (own.read_text(encoding="utf-8"), _OWN + child) if own.exists() else (headers[child], child)
             lines += _flatten(text, headers, place, seen)
         lines.append(f'#line {number + 1} "{name}"')
     return lines
@@ -206,7 +208,7 @@ def build(text: str, kernel: str, headers: Mapping[str, str] | None = None) -> K
     source, smem_alignment = _declare_shared("\n".join(lines))
 
     def make(folder: Path, target: Path) -> None:
-        (folder / "kernel.cpp").write_text(source)
+        (folder / "kernel.cpp").write_text(source, encoding="utf-8")
         _compile([*_KERNEL_FLAGS, "-c", str(folder / "kernel.cpp"), "-o", str(folder / "kernel.o")], kernel)
         _compile(["-shared", "-o", str(target), str(folder / "kernel.o")], kernel)
 
@@ -315,7 +317,7 @@ def _with_lines(text: str, path: Path) -> str:
     def line(found: re.Match) -> str:
         if shutil.which("addr2line"):
             command = ["addr2line", "-i", "-e", str(path), found[1]]
-            places = subprocess.run(command, capture_output=True, text=True).stdout.split("\n")
+            places = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace").stdout.split("\n")
             named = [place.split(" ")[0] for place in places if place and "?" not in place and _OWN not in place]
             if named:
                 return Path(named[0]).name

@@ -31,7 +31,7 @@ def miniature(name: str, *macros: str, element: str = "bf16", constants: str = "
             f'#include "{name}.cu"',
         ]
     )
-    program = (MINIATURES / f"{name}.cu").read_text()
+    program = (MINIATURES / f"{name}.cu").read_text(encoding="utf-8")
     return emulator.build(text, name, {f"{name}.cu": program, **source.headers(program)})
 
 
@@ -94,7 +94,7 @@ def test_bad_addresses(bug, kind):
 def test_errors_name_thread_buffer_and_line():
     with pytest.raises(emulator.EmulatorError) as caught:
         run_copies("WRITES_PAST_END")(0)
-    lines = (MINIATURES / "copies.cu").read_text().splitlines()
+    lines = (MINIATURES / "copies.cu").read_text(encoding="utf-8").splitlines()
     line = next(number for number, text in enumerate(lines, start=1) if "y[i] = sum[i]" in text)
     assert (
         "thread 127 (warp 3 lane 31) of block 0 writes 4 bytes 0 bytes past the end of y (2048 bytes) "
@@ -296,7 +296,7 @@ def signatures(text: str, own: bool) -> dict[str, list[str]]:
 @pytest.mark.parametrize("header", ["ptx.cuh", "ptx_sm90.cuh"])
 def test_headers_have_the_functions_of_the_gpus(header):
     real = signatures(source.read(header), own=False)
-    own = signatures((Path(emulator.__file__).parent / "device" / header).read_text(), own=True)
+    own = signatures((Path(emulator.__file__).parent / "device" / header).read_text(encoding="utf-8"), own=True)
 
     def types(parameters: str) -> str:  # without the parameters' names
         return re.sub(r"(?<=[\s&*])\w+(?=\)|,|$|\[)", "", parameters).replace(" ", "")

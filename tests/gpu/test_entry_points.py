@@ -42,7 +42,7 @@ def test_explain_and_compile_take_the_gpu_that_is_there(tmp_path):
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example(path):
     for library in ("torch", "jax"):
-        if f"import {library}" in path.read_text() and not importlib.util.find_spec(library):
+        if f"import {library}" in path.read_text(encoding="utf-8") and not importlib.util.find_spec(library):
             pytest.skip(f"{library} is not installed")
     done = run(path)
     assert done.returncode == 0, done.stdout + done.stderr

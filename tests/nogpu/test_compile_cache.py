@@ -82,7 +82,7 @@ def test_second_time_nothing_is_compiled(nvrtc):
     assert compile.cubin(launch(), "sm_80") == first
     assert len(nvrtc.compiled) == 1
     assert {p.suffix for p in first.parent.iterdir()} == {".cubin", ".cu", ".log"}
-    assert first.with_suffix(".cu").read_text() == source.program(launch())
+    assert first.with_suffix(".cu").read_text(encoding="utf-8") == source.program(launch())
 
 
 def test_the_key_is_everything_that_makes_the_binary(nvrtc, monkeypatch):

@@ -18,17 +18,18 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example(path):
     for library in ("torch", "jax"):
-        if f"import {library}" in path.read_text() and not importlib.util.find_spec(library):
+        if f"import {library}" in path.read_text(encoding="utf-8") and not importlib.util.find_spec(library):
             pytest.skip(f"{library} is not installed")
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     run = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=300, env=environment)
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip(), "an example shows something"
-    assert path.read_text().startswith('"""'), "and says what it shows"
+    assert path.read_text(encoding="utf-8").startswith('"""'), "and says what it shows"
 
 
 def readme_blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
 
 
 def test_the_readmes_numpy_example():

@@ -100,7 +100,7 @@ def test_includes_are_closed(kernel):
     """Every file is in the folder, includes by name, comes once, and after what it includes is known."""
     launch = Launch(kernel, "float", (), 1, 32, 0, (), ())
     found = source.headers(source.program(launch))
-    assert found[f"{kernel}.cu"] == (source.kernels_folder() / f"{kernel}.cu").read_text()
+    assert found[f"{kernel}.cu"] == (source.kernels_folder() / f"{kernel}.cu").read_text(encoding="utf-8")
     for name, text in found.items():
         included = re.findall(r'^\s*#\s*include\s+"([^"]+)"', text, re.MULTILINE)
         assert set(included) <= found.keys(), name

@@ -57,7 +57,7 @@ def imported(node: ast.AST, path: Path) -> list[str]:
 
 def own_imports(path: Path) -> set[str]:
     """The pyflash modules that a module imports, anywhere in its text, as names of RANKS."""
-    names = [name for node in ast.walk(ast.parse(path.read_text())) for name in imported(node, path)]
+    names = [name for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) for name in imported(node, path)]
     firsts = {rest.partition(".")[0] for top, _, rest in (n.partition(".") for n in names) if top == "pyflash"}
     return {first if first in RANKS else "__init__" for first in firsts}
 
@@ -72,7 +72,7 @@ def test_imports_run_downhill(path):
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_array_libraries_are_not_imported_on_the_way(path):
-    tree = ast.parse(path.read_text())
+    tree = ast.parse(path.read_text(encoding="utf-8"))
     inside = {id(n) for f in ast.walk(tree) if isinstance(f, (ast.FunctionDef, ast.Lambda)) for n in ast.walk(f)}
     for node in ast.walk(tree):
         tops = {name.partition(".")[0] for name in imported(node, path)}
@@ -115,7 +115,7 @@ def cuda_files() -> list[Path]:
 
 def code_of(path: Path) -> str:
     """The text without comments, line numbers kept."""
-    text = re.sub(r"/\*.*?\*/", lambda m: "\n" * m[0].count("\n"), path.read_text(), flags=re.DOTALL)
+    text = re.sub(r"/\*.*?\*/", lambda m: "\n" * m[0].count("\n"), path.read_text(encoding="utf-8"), flags=re.DOTALL)
     return re.sub(r"//[^\n]*", "", text)
 
 
@@ -152,12 +152,13 @@ def test_no_toolkit_headers():
 
 
 def test_every_file_has_its_line_in_the_kernels_page():
-    page = (KERNELS / "README.md").read_text()
+    page = (KERNELS / "README.md").read_text(encoding="utf-8")
     assert [p.name for p in cuda_files() if f"`{p.name}`" not in page] == []
 
 
 def test_headers_are_included_once():
-    assert [p.name for p in cuda_files() if p.suffix == ".cuh" and "#pragma once" not in p.read_text()] == []
+    headers = [path for path in cuda_files() if path.suffix == ".cuh"]
+    assert [path.name for path in headers if "#pragma once" not in path.read_text(encoding="utf-8")] == []
 
 
 def test_an_entry_is_named_like_its_file():
@@ -174,14 +175,14 @@ def test_smem_is_checked_against_the_host():
 
 def test_files_are_of_readable_size():
     paths = [*modules(), *cuda_files(), *(ROOT / "tests").rglob("*.py")]
-    assert {p.name: n for p in paths if (n := len(p.read_text().splitlines())) > 600} == {}
+    assert {p.name: n for p in paths if (n := len(p.read_text(encoding="utf-8").splitlines())) > 600} == {}
 
 
 def test_one_environment_variable():
     """PYFLASH_DEBUG, read in debug.py; the cache folder follows the desktop standard's own variable."""
     found = {}
     for path in modules():
-        for name in re.findall(r"environ(?:\.get\(|\[)\s*\"(\w+)\"", path.read_text()):
+        for name in re.findall(r"environ(?:\.get\(|\[)\s*\"(\w+)\"", path.read_text(encoding="utf-8")):
             found.setdefault(name, set()).add(rank_name(path))
     assert found.get("PYFLASH_DEBUG") == {"debug"}
     assert set(found) <= {"PYFLASH_DEBUG", "XDG_CACHE_HOME"}
@@ -190,4 +191,4 @@ def test_one_environment_variable():
 def test_no_cuda_in_python_strings():
     for path in modules():
         if path.name not in ("source.py", "params.py"):
-            assert "__global__" not in path.read_text(), path.name
+            assert "__global__" not in path.read_text(encoding="utf-8"), path.name
