@@ -64,13 +64,14 @@ constexpr int Q_STAGES = (TILE_M * TILE_D * (int)sizeof(Element) + (int)sizeof(S
 constexpr int EARLY_STAGES = Q_STAYS ? STAGES : Q_STAGES < STAGES ? STAGES - Q_STAGES : 1;  // not overlaid by q
 constexpr int EARLY_TILES = EARLY_STAGES < STAGES ? EARLY_STAGES : STAGES - 1;              // requested along with q
 
+struct Start {
+  Stage early[EARLY_STAGES];
+  Element q[TILE_M * TILE_D];
+};
 struct Smem {
   union {
     Stage ring[STAGES];
-    struct {
-      Stage early[EARLY_STAGES];
-      Element q[TILE_M * TILE_D];
-    } start;
+    Start start;
     Element o[TILE_M * TILE_DV];
   };
   alignas(128) Work work;  // kept here for the end, out of the registers
