@@ -13,7 +13,8 @@ constexpr int CHUNKS = (cfg::TILE_D + STEP - 1) / STEP;                     // c
 constexpr int PARTS = SIZE / Chunk<float>::SIZE;                            // 16-byte loads a chunk of dq
 static_assert(sizeof(Element) == 2, "other dtypes have no dq_accum");
 
-extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS) bwd_convert(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS)
+bwd_convert(const __grid_constant__ Params p) {
   const i64 begin = blockIdx.x * (i64)cfg::TILE_M, left = num_rows(p) - begin;
   const int count = left < cfg::TILE_M ? (int)left : cfg::TILE_M;
   const int lane = threadIdx.x % LANES, first = threadIdx.x / LANES;

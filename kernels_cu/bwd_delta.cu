@@ -32,7 +32,8 @@ template <class T> __device__ __forceinline__ void zero(T* data, int count) {
   for (int i = threadIdx.x; i < count; i += cfg::NUM_THREADS) data[i] = T{};
 }
 
-extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS) bwd_delta(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS)
+bwd_delta(const __grid_constant__ Params p) {
   const i64 rows = num_rows(p), begin = blockIdx.x * (i64)cfg::TILE_M, left = rows - begin;
   const int count = left < cfg::TILE_M ? (int)left : cfg::TILE_M;
   const int lane = threadIdx.x % LANES, first = threadIdx.x / LANES;
@@ -71,7 +72,9 @@ extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS) bw
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
 #pragma unroll
-      for (int i = 0; i < Chunk<Element>::SIZE; i++) sum += to_real(o_rmem[r][c].get(i)) * to_real(dout_rmem[r][c].get(i));
+      for (int i = 0; i < Chunk<Element>::SIZE; i++) {
+        sum += to_real(o_rmem[r][c].get(i)) * to_real(dout_rmem[r][c].get(i));
+      }
     }
 #pragma unroll
     for (int distance = LANES / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);

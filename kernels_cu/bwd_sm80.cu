@@ -29,7 +29,7 @@
 constexpr int RING = cfg::STAGES;                 // query tiles and pT in smem
 constexpr int LOAD_THREADS = cfg::LOAD_WARPS * 32;  // the first of them request the query tiles
 
-enum Barrier { ROLE_0 = 1, DQ_TURN, DQ_ADDED, PAIR };  // PAIR + i: the warps that share keys, in either role
+enum Barrier { STEP = 1, ROLE_0, DQ_TURN, DQ_ADDED, PAIR };  // PAIR + i: the warps that share keys, in either role
 
 template <int VALUE> struct Int { static constexpr int value = VALUE; };
 struct alignas(8) Pair { float first, second; };  // of two neighbouring queries
@@ -48,18 +48,23 @@ static_assert(sizeof(Smem) == cfg::SMEM_BYTES, "tiles.py and Smem disagree");
 static_assert(RING == 3, "tiles i - 1 (then i + 2), i and i + 1");
 static_assert(2 * TILE_M <= LOAD_THREADS, "a thread fetches one lse or delta");
 
+// x, which is the same in all lanes, so that the compiler knows it.
+__device__ __forceinline__ int uniform(int x) { return redux_or(x); }
+
 // A query tile of the walk: of which query head of the group, which tile, in which slot of the rings.
 struct QueryTile { int group_head, m_block, slot; };
 
-extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS) bwd_sm80(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS)
+bwd_sm80(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
   const int thread = threadIdx.x, lane = thread % 32;
-  const int warp = __shfl_sync(~0u, thread / 32, 0);  // the compiler then knows that it is the same in all lanes
+  const int warp = uniform(thread / 32);
   // Key tiles of a head follow each other: they share its queries in L2, those with most queries come first (causal),
   // and a CTA waits only for smaller blockIdx (DETERMINISTIC), which start before it.
-  const int n_block = blockIdx.x % p.num_n_blocks, kv_head = blockIdx.x / p.num_n_blocks % p.num_heads_kv;
-  const int batch = blockIdx.x / p.num_n_blocks / p.num_heads_kv;
+  const u32 head_index = blockIdx.x / u32(p.num_n_blocks);
+  const int n_block = uniform(blockIdx.x - head_index * p.num_n_blocks);
+  const int batch = uniform(head_index / u32(p.num_heads_kv)), kv_head = uniform(head_index % u32(p.num_heads_kv));
   const int n0 = n_block * TILE_N, keys = p.seqlen_k - n0;
   const TileRange range = q_range(p, n0);
   const int head_tiles = range.end - range.begin, tiles = head_tiles * p.qheads_per_kv;
@@ -110,11 +115,11 @@ extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS) bw
     source.lse += heads * p.lse_stride[1] + rows_on * p.lse_stride[2];
     source.delta += heads * (i64)p.seqlen_q + rows_on;
   };
-  // lse as origins of exponents; +inf, so that p = 0, for queries that do not exist.
+  // lse as origins of exponents. A query that does not exist sees no key.
   auto finish_rows = [&](const QueryTile& tile) {
     if (thread >= TILE_M) return;
     float& lse = reinterpret_cast<float*>(smem.lse[tile.slot])[thread];
-    lse = tile.m_block * TILE_M + thread < p.seqlen_q ? lse_origin(lse) : -NEG_INF;
+    lse = lse_origin(tile.m_block * TILE_M + thread < p.seqlen_q ? lse : NEG_INF);
   };
   auto load_kv = [&] {
     const GmemTile<const Element> k = {p.k + batch * p.k_stride[0] + kv_head * p.k_stride[2] + n0 * p.k_stride[1],
@@ -139,9 +144,9 @@ extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS) bw
           dirty = loaded_nonfinite<TILE_M, TILE_D, LOAD_THREADS>(smem.q[next.slot], thread) |
                   loaded_nonfinite<TILE_M, TILE_DV, LOAD_THREADS>(smem.dout[next.slot], thread);
         }
-        dirty = __syncthreads_or(dirty);
+        dirty = named_barrier_or(STEP, NUM_THREADS, dirty);
       } else {
-        __syncthreads();
+        named_barrier_sync(STEP, NUM_THREADS);
       }
       const QueryTile requested = after(next, previous.slot);
       if (i + 2 < tiles) load_queries(requested);
@@ -180,27 +185,32 @@ extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS) bw
   auto element = [&](auto cols, Element* tile, int row, int col) -> Element& {
     return tile[Swizzle<decltype(cols)::value>::offset(row, col) / sizeof(Element)];
   };
-  // Hidden keys and queries have no influence, but 0 * inf and 0 * NaN are NaN. So where tiles with hidden ones hold inf
-  // or NaN (hardly ever), dq skips what is hidden, element by element; q and do are made finite for the products with
-  // dsT and pT, where s and delta have already spread NaN over what sees them, but for dv, which is made good at the end.
+  // What is hidden has no influence, but 0 * inf and 0 * NaN are NaN. So where tiles with hidden keys hold inf or NaN
+  // (hardly ever), dq skips what is hidden, element by element, and q and do are made finite for the products with dsT
+  // and pT: s and delta have already spread NaN over all that sees them, but for dv, which is made good at the end.
   auto add_dq_exactly = [&](const QueryTile& tile, float* dst, int row_stride, int rows) {
-    for (int i = thread - (WARPS - DQ_WARPS) * 32; i < TILE_M * TILE_D; i += DQ_WARPS * 32) {
+#pragma unroll 1
+    for (int i = fresh_thread() - (WARPS - DQ_WARPS) * 32; i < TILE_M * TILE_D; i += DQ_WARPS * 32) {
       const int m = i / TILE_D, d = i % TILE_D;
       float sum = 0;
+#pragma unroll 1
       for (int n = 0; n < TILE_N; n++) {
         if (!visible(p, tile.m_block * TILE_M + m, n0 + n)) continue;
-        sum += to_real(element(Int<TILE_M>(), smem.pt[tile.slot], n, m)) * to_real(element(Int<TILE_D>(), smem.k, n, d));
+        const float ds = to_real(element(Int<TILE_M>(), smem.pt[tile.slot], n, m));
+        sum += ds * to_real(element(Int<TILE_D>(), smem.k, n, d));
       }
       if (m < rows && d < p.head_dim) red_add(dst + m * row_stride + d, sum);
     }
   };
   auto make_finite = [&](Element* tile, int count) {  // by role 0
-    for (int i = thread; i < count; i += ROLE_WARPS * 32) {
+#pragma unroll 1
+    for (int i = fresh_thread(); i < count; i += ROLE_WARPS * 32) {
       if (nonfinite<Element>(tile[i].bits)) tile[i] = Element{0};
     }
   };
   auto add_nonfinite_to_dv = [&] {  // by role 0, to dv staged over v: do that is inf or NaN makes dv so
-    for (int i = thread; i < TILE_N * TILE_DV; i += ROLE_WARPS * 32) {
+#pragma unroll 1
+    for (int i = fresh_thread(); i < TILE_N * TILE_DV; i += ROLE_WARPS * 32) {
       const int n = i / TILE_DV, d = i % TILE_DV;
       Element& dv = element(Int<TILE_DV>(), smem.v, n, d);
       float sum = to_real(dv);
@@ -222,13 +232,13 @@ extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS) bw
     const int lane = fresh_lane();
     QueryGradient dq;
     multiply_ds_k(dq, block_at<TILE_M>(lane_address<TILE_M, COLS_FIRST>(smem.pt[tile.slot], 0, lane), 0, dq_row),
-                  block_at<TILE_D>(lane_address<TILE_D, ROWS_FIRST>(smem.k, 0, lane), 0, dq_part * BLOCK), dq_part);
+                  first_block<TILE_D>(smem.k, dq_part, lane), dq_part);
     const i64 head = (i64)batch * p.num_heads_q + first_head + tile.group_head;
     const int m0 = tile.m_block * TILE_M, rows = p.seqlen_q - m0, row_stride = RAGGED_D ? p.head_dim : TILE_D;
     float* dst = p.dq_accum + (head * p.seqlen_q + m0) * row_stride;  // the tile
     float* warp_dst = dst + dq_row * row_stride + dq_part * BLOCK;    // this warp's part of it
     int* turn = p.semaphore + head * p.num_m_blocks + tile.m_block;
-    const bool speaker = thread == (WARPS - DQ_WARPS) * 32;
+    const bool speaker = fresh_thread() == (WARPS - DQ_WARPS) * 32;
     if (cfg::DETERMINISTIC) {
       if (speaker) while (ld_acquire(turn) != n_block - kv_range(p, m0).begin) {}
       named_barrier_sync(DQ_TURN, DQ_WARPS * 32);
@@ -300,15 +310,15 @@ extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS) bw
           make_finite(smem.q[next.slot], TILE_M * TILE_D);
           make_finite(smem.dout[next.slot], TILE_M * TILE_DV);
           named_barrier_sync(ROLE_0, ROLE_WARPS * 32);
-          if (thread == 0) smem.made_finite = true;
+          if (fresh_thread() == 0) smem.made_finite = true;
         }
         const int lane = fresh_lane();
         accumulate<TILE_DV>(dv, pt, lane_address<TILE_M, ROWS_FIRST>(smem.pt[next.slot], other_key0, lane),
-                            block_at<TILE_DV>(lane_address<TILE_DV, ROWS_FIRST>(smem.dout[next.slot], 0, lane), 0, part * BLOCK), part);
+                            first_block<TILE_DV>(smem.dout[next.slot], part, lane), part);
       }
       if (DQ_WARPS == WARPS && i > 0) add_dq(previous);
     });
-    __syncthreads();
+    named_barrier_sync(STEP, NUM_THREADS);
     stage_gradient<TILE_DV>(smem.v, dv, 1.f, key0, other_key0, part, lane);
     if (smem.made_finite) {
       named_barrier_sync(ROLE_0, ROLE_WARPS * 32);
@@ -359,10 +369,10 @@ extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS) bw
         score_gradients(current, dst);
         const int lane = fresh_lane();
         accumulate<TILE_D>(dk, dst, lane_address<TILE_M, ROWS_FIRST>(smem.pt[current.slot], other_key0, lane),
-                           block_at<TILE_D>(lane_address<TILE_D, ROWS_FIRST>(smem.q[current.slot], 0, lane), 0, part * BLOCK), part);
+                           first_block<TILE_D>(smem.q[current.slot], part, lane), part);
       }
     });
-    __syncthreads();
+    named_barrier_sync(STEP, NUM_THREADS);
     stage_gradient<TILE_D>(smem.k, dk, p.softmax_scale, key0, other_key0, part, lane);
   }
   __syncthreads();

@@ -17,18 +17,25 @@ constexpr int DQ_WARPS = cfg::DQ_WARPS;                   // the last of the war
 constexpr int DQ_M_WARPS = cfg::DQ_M_WARPS, DQ_D_WARPS = DQ_WARPS / DQ_M_WARPS;
 constexpr int DQ_M_BLOCKS = Q_BLOCKS / DQ_M_WARPS;
 constexpr int AHEAD = 2;                                  // operand blocks on their way from smem to registers
+constexpr int FENCE = 2;                                  // every so many blocks loads may not be moved further ahead
 
 static_assert(TILE_N % (ROLE_WARPS * BLOCK) == 0 && Q_BLOCKS % DQ_M_WARPS == 0, "whole blocks a warp");
 
 // Columns are dealt out in blocks of 16: of `blocks`, warp w of `warps` takes w, w + warps, ..., at most so many.
 constexpr int share(int blocks, int warps) { return (blocks + warps - 1) / warps; }
-constexpr int DQ_COLS = share(D_BLOCKS, DQ_D_WARPS), DK_COLS = share(D_BLOCKS, SPLIT), DV_COLS = share(DV_BLOCKS, SPLIT);
+constexpr int DQ_COLS = share(D_BLOCKS, DQ_D_WARPS);
+constexpr int DK_COLS = share(D_BLOCKS, SPLIT), DV_COLS = share(DV_BLOCKS, SPLIT);
+// The lane's address for the first block of columns of warp w, rows being the summed dimension.
+template <int COLS> __device__ __forceinline__ u32 first_block(const Element* tile_smem, int w, int lane) {
+  return block_at<COLS>(lane_address<COLS, ROWS_FIRST>(tile_smem, 0, lane), 0, w * BLOCK);
+}
 
 using Scores = float[KEY_BLOCKS][Q_BLOCKS][2][4];   // [16 keys][16 queries][8 queries][accumulator]
 using Operands = u32[KEY_BLOCKS][Q_BLOCKS][4];      // the same as A operands
 template <int KEPT> using Kept = u32[KEPT + 1][KEY_BLOCKS][4];  // A operands; the extra one keeps the extent positive
 
-// Runs UNITS times multiply(u), with load(u) AHEAD units earlier.
+// Runs UNITS times multiply(u), with load(u) DISTANCE units earlier. The assembler would move loads far ahead, until
+// registers are spilled; it does not move them across __syncwarp, which costs next to nothing here.
 template <int UNITS, int DISTANCE, class Load, class Multiply>
 __device__ __forceinline__ void pipelined(Load load, Multiply multiply) {
 #pragma unroll
@@ -37,6 +44,7 @@ __device__ __forceinline__ void pipelined(Load load, Multiply multiply) {
   for (int u = 0; u < UNITS; u++) {
     if (u + DISTANCE < UNITS) load(u + DISTANCE);
     multiply(u);
+    if (u % FENCE == FENCE - 1 && u + 1 < UNITS) __syncwarp();
   }
 }
 
@@ -74,7 +82,8 @@ __device__ __forceinline__ void multiply_rows(Scores& s, const Kept<KEPT>& a_kep
 template <int COLS, int KEPT> __device__ __forceinline__ void keep(Kept<KEPT>& kept, u32 a_lane) {
 #pragma unroll
   for (int i = 0; i < KEPT * KEY_BLOCKS; i++) {
-    ldmatrix_x4(kept[i / KEY_BLOCKS][i % KEY_BLOCKS], block_at<COLS>(a_lane, i % KEY_BLOCKS * BLOCK, i / KEY_BLOCKS * BLOCK));
+    const int d = i / KEY_BLOCKS, n = i % KEY_BLOCKS;
+    ldmatrix_x4(kept[d][n], block_at<COLS>(a_lane, n * BLOCK, d * BLOCK));
   }
 }
 
@@ -90,7 +99,9 @@ __device__ __forceinline__ void accumulate(float (&gradient)[GRAD_BLOCKS][COL_BL
       const int m = u / COL_BLOCKS, c = u % COL_BLOCKS;
       if (c == 0 && SPLIT > 1) {
 #pragma unroll
-        for (int n = 0; n < KEY_BLOCKS; n++) ldmatrix_x4(other[m % 2][n], block_at<TILE_M>(other_lane, n * BLOCK, m * BLOCK));
+        for (int n = 0; n < KEY_BLOCKS; n++) {
+          ldmatrix_x4(other[m % 2][n], block_at<TILE_M>(other_lane, n * BLOCK, m * BLOCK));
+        }
       }
       if (exists(c)) ldmatrix_x4_trans(b[u % (AHEAD + 1)], block_at<COLS>(b_lane, m * BLOCK, c * SPLIT * BLOCK));
     },
@@ -102,7 +113,8 @@ __device__ __forceinline__ void accumulate(float (&gradient)[GRAD_BLOCKS][COL_BL
       for (int half = 0; half < 2; half++) {
 #pragma unroll
         for (int n = 0; n < GRAD_BLOCKS; n++) {
-          const u32(&theirs)[4] = other[m % 2][n % KEY_BLOCKS], (&a)[4] = n < KEY_BLOCKS ? own[n % KEY_BLOCKS][m] : theirs;
+          const u32(&theirs)[4] = other[m % 2][n % KEY_BLOCKS];
+          const u32(&a)[4] = n < KEY_BLOCKS ? own[n % KEY_BLOCKS][m] : theirs;
           mma_m16n8k16<Element>(gradient[n][c][half], a, block[half * 2], block[half * 2 + 1]);
         }
       }
@@ -122,7 +134,9 @@ __device__ __forceinline__ void multiply_ds_k(QueryGradient& dq, u32 dst_lane, u
       const int n = u / DQ_COLS, c = u % DQ_COLS;
       if (c == 0) {
 #pragma unroll
-        for (int m = 0; m < DQ_M_BLOCKS; m++) ldmatrix_x4_trans(a[n % 2][m], block_at<TILE_M>(dst_lane, n * BLOCK, m * BLOCK));
+        for (int m = 0; m < DQ_M_BLOCKS; m++) {
+          ldmatrix_x4_trans(a[n % 2][m], block_at<TILE_M>(dst_lane, n * BLOCK, m * BLOCK));
+        }
       }
       if (exists(c)) ldmatrix_x4_trans(b[u % (AHEAD + 1)], block_at<TILE_D>(k_lane, n * BLOCK, c * DQ_D_WARPS * BLOCK));
     },
@@ -160,7 +174,8 @@ __device__ __forceinline__ void trade_columns(float (&block)[2][4], int lane) {
 }
 // dst: this warp's first row and column; rows, cols: how many exist from there on (rows are looked at only if TAIL).
 template <bool TAIL>
-__device__ __forceinline__ void add_rows(float* dst, int row_stride, int rows, int cols, const QueryGradient& dq, int lane) {
+__device__ __forceinline__ void add_rows(float* dst, int row_stride, int rows, int cols, const QueryGradient& dq,
+                                         int lane) {
   const int row = lane / 4, t = lane % 4, lane_col = TRADE ? t % 2 * 8 + t / 2 * 4 : t * 2;
   constexpr bool WHOLE = !RAGGED_D && D_BLOCKS % DQ_D_WARPS == 0;  // all columns exist
   float* row_gmem = dst + row * row_stride + lane_col;
@@ -186,8 +201,9 @@ __device__ __forceinline__ void add_rows(float* dst, int row_stride, int rows, i
 
 // gradient * factor as elements into a tile. key0: this warp's keys' first row, other_key0: that of those it shares.
 template <int COLS, int COL_BLOCKS>
-__device__ __forceinline__ void stage_gradient(Element* tile_smem, const float (&gradient)[GRAD_BLOCKS][COL_BLOCKS][2][4],
-                                               float factor, int key0, int other_key0, int part, int lane) {
+__device__ __forceinline__ void stage_gradient(Element* tile_smem,
+                                               const float (&gradient)[GRAD_BLOCKS][COL_BLOCKS][2][4], float factor,
+                                               int key0, int other_key0, int part, int lane) {
 #pragma unroll
   for (int i = 0; i < GRAD_BLOCKS * COL_BLOCKS * 2; i++) {
     const int n = i / 2 / COL_BLOCKS, c = i / 2 % COL_BLOCKS, col = (c * SPLIT + part) * BLOCK;

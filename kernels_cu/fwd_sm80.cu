@@ -281,12 +281,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_CTAS) fwd_sm80(con
     Element* v = smem.ring[stage].v;  // (TILE_N, TILE_DV)
     if (is_full(tile)) {
       named_barrier_sync(TILE_BARRIER, NUM_THREADS);
-    } else if (__syncthreads_or(loaded_nonfinite<TILE_N, TILE_DV, NUM_THREADS>(v, thread))) {
+    } else if (named_barrier_or(TILE_BARRIER, NUM_THREADS, loaded_nonfinite<TILE_N, TILE_DV, NUM_THREADS>(v, thread))) {
       for (int i = thread; i < TILE_N * TILE_DV; i += NUM_THREADS) {
         if (nonfinite<Element>(v[i].bits)) v[i] = Element{0};
       }
       if (thread == 0) smem.replaced_values = true;
-      __syncthreads();
+      named_barrier_sync(TILE_BARRIER, NUM_THREADS);
     }
   };
   // Each warp on its rows of o in smem: a visible inf or NaN in v makes its column of the row inf or NaN.
