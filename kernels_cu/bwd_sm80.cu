@@ -9,12 +9,12 @@
 //   keys     |           | pT  |     |   TILE_N   dv and dk. A warp owns TILE_N / (half the warps) keys, all queries.
 //            +-----------+-----------+
 //
-// Half of the warps (role 0) compute p and dv, the other half (role 1) ds, dk and dq, so that each holds one gradient
-// and has a long way to go between barriers. Step i of the walk, i = -1 .. tiles, works on three tiles at once:
+// Half of the warps (role 0) compute p and dv, the other half (role 1) ds and dk, so that each holds one gradient and
+// has a long way to go between barriers; all share dq. Step i of the walk, i = -1 .. tiles, works on three tiles:
 //
-//   role 0   pT = 2^(k q[i+1]T scale - lse) ------>  dv += pT do[i+1]                           load    tile i+2
-//   role 1   dq[i-1] += ds[i-1] k   dpT = v do[i]T   dsT = pT (dpT - delta)   dk += dsT q[i]    (all)
-//            -------------------------------------------------------------------------------- barrier, next step
+//   role 0   pT = 2^(k q[i+1]T scale - lse)   dv += pT do[i+1] ------->  dq[i-1] += ds[i-1] k        load tile i+2
+//   role 1   dq[i-1] += ds[i-1] k ------>  dpT = v do[i]T   dsT = pT (dpT - delta)   dk += dsT q[i]  (all)
+//            --------------------------------------------------------------------------------- barrier, next step
 //
 // The products of one step do not depend on each other, so one warp's tensor work covers the other's exponentials and
 // atomics. Where a lane cannot hold the gradients of its warp's keys (head_dim > 128), COLUMN_SPLIT = 2 warps share
@@ -29,7 +29,7 @@
 constexpr int RING = cfg::STAGES;                 // query tiles and pT in smem
 constexpr int LOAD_THREADS = cfg::LOAD_WARPS * 32;  // the first of them request the query tiles
 
-enum Barrier { STEP = 1, ROLE_0, DQ_TURN, DQ_ADDED, PAIR };  // PAIR + i: the warps that share keys, in either role
+enum Barrier { STEP = 1, ROLE_0, PAIR };  // PAIR + i: the warps that share keys, in either role
 
 template <int VALUE> struct Int { static constexpr int value = VALUE; };
 struct alignas(8) Pair { float first, second; };  // of two neighbouring queries
@@ -42,7 +42,8 @@ struct Smem {
   Element pt[RING][TILE_N * TILE_M];        // pT, then dsT
   Pair lse[RING][TILE_M / 2];               // in units of log2
   Pair delta[RING][TILE_M / 2];
-  alignas(8) bool made_finite;              // whether dv needs add_nonfinite_to_dv
+  alignas(16) int nonfinite_at[RING];       // the last step that found inf or NaN in q or do of the slot
+  bool made_finite;                         // whether dv needs add_nonfinite_to_dv
 };
 static_assert(sizeof(Smem) == cfg::SMEM_BYTES, "tiles.py and Smem disagree");
 static_assert(RING == 3, "tiles i - 1 (then i + 2), i and i + 1");
@@ -67,27 +68,24 @@ bwd_sm80(const __grid_constant__ Params p) {
   const int batch = uniform(head_index / u32(p.num_heads_kv)), kv_head = uniform(head_index % u32(p.num_heads_kv));
   const int n0 = n_block * TILE_N, keys = p.seqlen_k - n0;
   const TileRange range = q_range(p, n0);
-  const int head_tiles = range.end - range.begin, tiles = head_tiles * p.qheads_per_kv;
-  // Each CTA of a head starts at another query tile, so that they do not all add to the same rows of dq at once.
-  const int first_tile = range.begin + (cfg::STAGGER && !cfg::DETERMINISTIC && tiles > 0 ? n_block % head_tiles : 0);
+  const int tiles = (range.end - range.begin) * p.qheads_per_kv;
   auto after = [&](const QueryTile& tile, int slot) {
-    const int m_block = tile.m_block + 1 == range.end ? range.begin : tile.m_block + 1;
-    return QueryTile{tile.group_head + (m_block == first_tile), m_block, slot};
+    const bool last = tile.m_block + 1 == range.end;
+    return QueryTile{tile.group_head + last, last ? range.begin : tile.m_block + 1, slot};
   };
   auto hides = [&](const QueryTile& tile) { return tile.m_block < range.full_begin || tile.m_block >= range.full_end; };
 
   const bool role1 = warp >= ROLE_WARPS;
   const int role_warp = warp % ROLE_WARPS, part = role_warp % SPLIT;
   const int key0 = role_warp * WARP_KEYS, other_key0 = (role_warp ^ (SPLIT - 1)) * WARP_KEYS;
-  const int dq_warp = warp - (WARPS - DQ_WARPS), dq_part = dq_warp % DQ_D_WARPS;
-  const int dq_row = dq_warp / DQ_D_WARPS * DQ_M_BLOCKS * BLOCK;
+  const int dq_part = warp % DQ_D_WARPS, dq_row = warp / DQ_D_WARPS * DQ_M_BLOCKS * BLOCK;
 
   // The thread, for what is derived from it on the spot rather than kept in registers all along.
   auto fresh_thread = [&] { return int(opaque(threadIdx.x) % NUM_THREADS); };
   auto fresh_lane = [&] { return fresh_thread() % 32; };
 
   // Where the next query tile to be requested lies.
-  const int first_head = kv_head * p.qheads_per_kv, first_row = first_tile * TILE_M;
+  const int first_head = kv_head * p.qheads_per_kv, first_row = range.begin * TILE_M;
   struct { const Element *q, *dout; const float *lse, *delta; } source = {
     p.q + batch * p.q_stride[0] + first_head * p.q_stride[2] + first_row * p.q_stride[1],
     p.dout + batch * p.dout_stride[0] + first_head * p.dout_stride[2] + first_row * p.dout_stride[1],
@@ -133,21 +131,20 @@ bwd_sm80(const __grid_constant__ Params p) {
   // Calls step(i, tile i-1, tile i, tile i+1, dirty) for i = -1 .. tiles, behind one barrier each, with tile i+2 on its
   // way. dirty: there are keys that queries of tile i+1 do not see, and inf or NaN in q or do.
   auto walk = [&](auto step) {
-    QueryTile previous = {0, 0, 1}, current = {0, 0, 2}, next = {0, first_tile, 0};
+    QueryTile previous = {0, 0, 1}, current = {0, 0, 2}, next = {0, range.begin, 0};
     for (int i = -1; i <= tiles; i++) {
-      bool dirty = false;
+      const bool arrived = i + 1 < tiles, mixed = arrived && hides(next);
       cp_async_wait<0>();
-      if (i + 1 < tiles) finish_rows(next);
-      if (i + 1 < tiles && hides(next)) {
+      if (arrived) finish_rows(next);
+      if (mixed) {
         const int thread = fresh_thread();
-        if (thread < LOAD_THREADS) {
-          dirty = loaded_nonfinite<TILE_M, TILE_D, LOAD_THREADS>(smem.q[next.slot], thread) |
-                  loaded_nonfinite<TILE_M, TILE_DV, LOAD_THREADS>(smem.dout[next.slot], thread);
+        if (thread < LOAD_THREADS && (loaded_nonfinite<TILE_M, TILE_D, LOAD_THREADS>(smem.q[next.slot], thread) ||
+                                      loaded_nonfinite<TILE_M, TILE_DV, LOAD_THREADS>(smem.dout[next.slot], thread))) {
+          smem.nonfinite_at[next.slot] = i;
         }
-        dirty = named_barrier_or(STEP, NUM_THREADS, dirty);
-      } else {
-        named_barrier_sync(STEP, NUM_THREADS);
       }
+      named_barrier_sync(STEP, NUM_THREADS);
+      const bool dirty = mixed && smem.nonfinite_at[next.slot] == i;
       const QueryTile requested = after(next, previous.slot);
       if (i + 2 < tiles) load_queries(requested);
       step(i, previous, current, next, dirty);
@@ -171,11 +168,14 @@ bwd_sm80(const __grid_constant__ Params p) {
     }
   };
 
-  if (thread == 0) smem.made_finite = false;
+  if (thread == 0) {
+    for (int& step : smem.nonfinite_at) step = -2;
+    smem.made_finite = false;
+  }
   bool k_dirty = false;  // there are queries that do not see all keys, and inf or NaN in k
   if (tiles > 0) {
     load_kv();
-    load_queries({0, first_tile, 0});
+    load_queries({0, range.begin, 0});
     cp_async_wait<0>();
     const bool all_full = range.full_begin == range.begin && range.full_end == range.end;
     k_dirty = __syncthreads_or(!all_full && loaded_nonfinite<TILE_N, TILE_D, NUM_THREADS>(smem.k, thread));
@@ -190,7 +190,7 @@ bwd_sm80(const __grid_constant__ Params p) {
   // and pT: s and delta have already spread NaN over all that sees them, but for dv, which is made good at the end.
   auto add_dq_exactly = [&](const QueryTile& tile, float* dst, int row_stride, int rows) {
 #pragma unroll 1
-    for (int i = fresh_thread() - (WARPS - DQ_WARPS) * 32; i < TILE_M * TILE_D; i += DQ_WARPS * 32) {
+    for (int i = fresh_thread(); i < TILE_M * TILE_D; i += NUM_THREADS) {
       const int m = i / TILE_D, d = i % TILE_D;
       float sum = 0;
 #pragma unroll 1
@@ -227,7 +227,7 @@ bwd_sm80(const __grid_constant__ Params p) {
     }
   };
 
-  // dq[tile] += ds k. DETERMINISTIC: when the CTAs of all key tiles before this one have added theirs.
+  // dq[tile] += ds k. DETERMINISTIC: when all warps of all key tiles before this one have added theirs.
   auto add_dq = [&](const QueryTile& tile) {
     const int lane = fresh_lane();
     QueryGradient dq;
@@ -238,10 +238,10 @@ bwd_sm80(const __grid_constant__ Params p) {
     float* dst = p.dq_accum + (head * p.seqlen_q + m0) * row_stride;  // the tile
     float* warp_dst = dst + dq_row * row_stride + dq_part * BLOCK;    // this warp's part of it
     int* turn = p.semaphore + head * p.num_m_blocks + tile.m_block;
-    const bool speaker = fresh_thread() == (WARPS - DQ_WARPS) * 32;
     if (cfg::DETERMINISTIC) {
-      if (speaker) while (ld_acquire(turn) != n_block - kv_range(p, m0).begin) {}
-      named_barrier_sync(DQ_TURN, DQ_WARPS * 32);
+      const int before = (n_block - kv_range(p, m0).begin) * WARPS;
+      if (lane == 0) while (ld_acquire(turn) < before) {}
+      __syncwarp();
     }
 #pragma unroll
     for (int i = 0; TRADE && i < DQ_M_BLOCKS * DQ_COLS; i++) trade_columns(dq[i / DQ_COLS][i % DQ_COLS], lane);
@@ -250,8 +250,8 @@ bwd_sm80(const __grid_constant__ Params p) {
     else if (rows >= TILE_M) add_rows<false>(warp_dst, row_stride, rows - dq_row, cols, dq, lane);
     else add_rows<true>(warp_dst, row_stride, rows - dq_row, cols, dq, lane);
     if (cfg::DETERMINISTIC) {
-      named_barrier_sync(DQ_ADDED, DQ_WARPS * 32);
-      if (speaker) red_release_add(turn, 1);
+      __syncwarp();
+      if (lane == 0) red_release_add(turn, 1);
     }
   };
 
@@ -316,7 +316,7 @@ bwd_sm80(const __grid_constant__ Params p) {
         accumulate<TILE_DV>(dv, pt, lane_address<TILE_M, ROWS_FIRST>(smem.pt[next.slot], other_key0, lane),
                             first_block<TILE_DV>(smem.dout[next.slot], part, lane), part);
       }
-      if (DQ_WARPS == WARPS && i > 0) add_dq(previous);
+      if (i > 0) add_dq(previous);
     });
     named_barrier_sync(STEP, NUM_THREADS);
     stage_gradient<TILE_DV>(smem.v, dv, 1.f, key0, other_key0, part, lane);

@@ -13,11 +13,10 @@ constexpr int Q_BLOCKS = TILE_M / BLOCK, D_BLOCKS = TILE_D / BLOCK, DV_BLOCKS = 
 constexpr int smaller(int a, int b) { return a < b ? a : b; }
 constexpr int KEPT_D = smaller(cfg::K_RMEM_BLOCKS, D_BLOCKS);     // column blocks of a warp's keys (role 0) or values
 constexpr int KEPT_DV = smaller(cfg::V_RMEM_BLOCKS, DV_BLOCKS);   // (role 1) that stay in registers
-constexpr int DQ_WARPS = cfg::DQ_WARPS;                   // the last of the warps: role 1, or all
-constexpr int DQ_M_WARPS = cfg::DQ_M_WARPS, DQ_D_WARPS = DQ_WARPS / DQ_M_WARPS;
+constexpr int DQ_M_WARPS = cfg::DQ_M_WARPS, DQ_D_WARPS = WARPS / DQ_M_WARPS;  // that divide rows, columns of dq
 constexpr int DQ_M_BLOCKS = Q_BLOCKS / DQ_M_WARPS;
 constexpr int AHEAD = 2;                                  // operand blocks on their way from smem to registers
-constexpr int FENCE = 2;                                  // every so many blocks loads may not be moved further ahead
+constexpr int FENCE = cfg::DETERMINISTIC ? 2 : 4;         // every so many blocks loads may not be moved further ahead
 
 static_assert(TILE_N % (ROLE_WARPS * BLOCK) == 0 && Q_BLOCKS % DQ_M_WARPS == 0, "whole blocks a warp");
 

@@ -75,6 +75,7 @@ struct Smem {
     Element o[TILE_M * TILE_DV];
   };
   alignas(128) Work work;  // kept here for the end, out of the registers
+  int nonfinite_tile[2];   // the latest even and the latest odd masked tile with inf or NaN in v
   bool replaced_values;    // whether the output needs add_nonfinite
 };
 static_assert(sizeof(Smem) == SMEM_BYTES, "tiles.py and Smem disagree");
@@ -279,9 +280,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_CTAS) fwd_sm80(con
   // them, and what visible ones do to the output is made good at the end.
   auto meet = [&](int tile, int stage) {
     Element* v = smem.ring[stage].v;  // (TILE_N, TILE_DV)
-    if (is_full(tile)) {
-      named_barrier_sync(TILE_BARRIER, NUM_THREADS);
-    } else if (named_barrier_or(TILE_BARRIER, NUM_THREADS, loaded_nonfinite<TILE_N, TILE_DV, NUM_THREADS>(v, thread))) {
+    auto found = [&]() -> int& { return smem.nonfinite_tile[tile % 2]; };  // two tiles on, all have read it
+    if (!is_full(tile) && loaded_nonfinite<TILE_N, TILE_DV, NUM_THREADS>(v, thread)) found() = tile;
+    named_barrier_sync(TILE_BARRIER, NUM_THREADS);
+    if (!is_full(tile) && found() == tile) {
       for (int i = thread; i < TILE_N * TILE_DV; i += NUM_THREADS) {
         if (nonfinite<Element>(v[i].bits)) v[i] = Element{0};
       }
@@ -361,11 +363,16 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_CTAS) fwd_sm80(con
     }
   };
 
-  if (thread == 0) smem.work = work, smem.replaced_values = false;
+  if (thread == 0) {
+    smem.work = work;
+    smem.nonfinite_tile[0] = smem.nonfinite_tile[1] = -1;
+    smem.replaced_values = false;
+  }
   if (range.begin < range.end) {
     const int first = range.end - 1;
     load_q();
     for (int i = 0; i < EARLY_TILES; i++) load_kv(first - i, i, thread);
+    __syncthreads();
     cp_async_wait<EARLY_TILES - 1>();
     meet(first, 0);
 #pragma unroll

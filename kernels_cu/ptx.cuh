@@ -138,13 +138,6 @@ __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
 __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" :: "r"(id), "r"(threads) : "memory");
 }
-// 9.7.13.1 bar.red.or: the same as named_barrier_sync; whether `x` holds in any of the threads.
-__device__ __forceinline__ bool named_barrier_or(int id, int threads, bool x) {
-  unsigned any;
-  asm volatile("{\n .reg .pred in, out;\n setp.ne.u32 in, %1, 0;\n bar.red.or.pred out, %2, %3, in;\n"
-               " selp.u32 %0, 1, 0, out;\n}" : "=r"(any) : "r"((unsigned)x), "r"(id), "r"(threads) : "memory");
-  return any;
-}
 
 // 9.7.9.8 ld.acquire, 9.7.13.9 red.release: a flag in global memory. Who acquires a value sees everything that happened
 // before it was released.

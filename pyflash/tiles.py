@@ -54,8 +54,8 @@ def _fwd_sm80_smem(row: Row, tile_d: int, tile_dv: int, itemsize: int) -> int:
 def _bwd_sm80_smem(row: Row, tile_d: int, tile_dv: int, itemsize: int) -> int:
     queries = row.tile_m * (tile_d + tile_dv) * itemsize + row.tile_m * 2 * 4  # q, do; lse, delta
     scores = row.tile_n * row.tile_m * itemsize
-    flag = 8
-    return row.tile_n * (tile_d + tile_dv) * itemsize + row.stages * (queries + scores) + flag
+    flags = 16
+    return row.tile_n * (tile_d + tile_dv) * itemsize + row.stages * (queries + scores) + flags
 
 
 def _fwd_sm90_smem(row: Row, tile_d: int, tile_dv: int, itemsize: int) -> int:
@@ -114,11 +114,11 @@ def _fwd_sm80(head_dim: int, tile_m: int, tile_n: int, threads: int, stages: int
 
 
 def _bwd_sm80(head_dim: int, tile_m: int, tile_n: int, warps: int, split: int, kept: tuple[int, int],
-              dq: tuple[int, int], why: str, *, load_warps: int = 0, stagger: bool = True) -> Row:  # fmt: skip
-    """`split`: warps that share the gradients of their keys; `kept`: 16-column blocks of k and v in registers; `dq`:
-    warps that compute dq, and how many of them divide its rows."""
+              dq_m_warps: int, why: str, *, load_warps: int = 0) -> Row:  # fmt: skip
+    """`split`: warps that share the gradients of their keys; `kept`: 16-column blocks of k and v in registers;
+    `dq_m_warps`: warps that divide the rows of dq, while the others divide its columns."""
     knobs = ("COLUMN_SPLIT", split), ("K_RMEM_BLOCKS", kept[0]), ("V_RMEM_BLOCKS", kept[1])
-    knobs += ("DQ_WARPS", dq[0]), ("DQ_M_WARPS", dq[1]), ("LOAD_WARPS", load_warps or warps), ("STAGGER", stagger)
+    knobs += ("DQ_M_WARPS", dq_m_warps), ("LOAD_WARPS", load_warps or warps)
     return Row(head_dim, tile_m, tile_n, warps * 32, 3, 1, why, knobs)
 
 
@@ -285,16 +285,15 @@ KERNELS: dict[str, Kernel] = {
         pad=16,
         smem_bytes=_bwd_sm80_smem,
         rows=(
-            _bwd_sm80(64, 64, 128, 8, 1, (4, 4), (4, 2), "0.95 to 1.01 of FlashAttention-2, 512 to 16k"),
-            _bwd_sm80(64, 32, 128, 8, 1, (4, 4), (4, 1), _LESS_SMEM),
-            _bwd_sm80(128, 64, 128, 8, 1, (0, 0), (4, 2), "0.95 to 1.01 of FlashAttention-2, 512 to 16k"),
-            _bwd_sm80(128, 32, 128, 8, 1, (0, 0), (4, 1), "as above in the 163 KB of compute capability 8.0"),
-            _bwd_sm80(128, 32, 64, 8, 1, (8, 8), (4, 1), _LESS_SMEM),
-            _bwd_sm80(256, 32, 64, 8, 2, (7, 7), (8, 1), "0.93 to 0.98 of FlashAttention-2, 512 to 16k"),
-            _bwd_sm80(256, 16, 64, 8, 2, (8, 8), (8, 1), "as above in the 163 KB of compute capability 8.0"),
-            _bwd_sm80(256, 16, 32, 4, 2, (7, 7), (4, 1), _LESS_SMEM),
+            _bwd_sm80(64, 64, 128, 8, 1, (4, 4), 2, "0.95 to 1.01 of FlashAttention-2, 512 to 16k"),
+            _bwd_sm80(64, 32, 128, 8, 1, (4, 4), 2, _LESS_SMEM),
+            _bwd_sm80(128, 64, 128, 8, 1, (0, 0), 2, "0.95 to 1.01 of FlashAttention-2, 512 to 16k"),
+            _bwd_sm80(128, 32, 128, 8, 1, (0, 0), 2, "as above in the 163 KB of compute capability 8.0"),
+            _bwd_sm80(128, 32, 64, 8, 1, (8, 8), 2, _LESS_SMEM),
+            _bwd_sm80(256, 32, 64, 8, 2, (7, 7), 1, "0.93 to 0.98 of FlashAttention-2, 512 to 16k"),
+            _bwd_sm80(256, 16, 64, 8, 2, (8, 8), 1, "as above in the 163 KB of compute capability 8.0"),
+            _bwd_sm80(256, 16, 32, 4, 2, (7, 7), 1, _LESS_SMEM),
         ),
-        spill_bytes=192,  # the most: deterministic, ragged and scaled first, for compute capability 10.0
     ),
     "bwd_sm90": Kernel(
         dtypes=_HALF,

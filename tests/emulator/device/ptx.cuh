@@ -47,9 +47,6 @@ inline void named_barrier_sync(int id, int threads, EMU_SITE) {
 inline void named_barrier_arrive(int id, int threads, EMU_SITE) {
   emu::cta_barrier(id, threads, false, emu::Vote::OR, 0, site);
 }
-inline bool named_barrier_or(int id, int threads, bool x, EMU_SITE) {
-  return emu::cta_barrier(id, threads, true, emu::Vote::OR, x, site);
-}
 
 EMU_ATOMIC inline int ld_acquire(const int* flag, EMU_SITE) {
   emu::atomic_point(flag, 4, false, true, site);
