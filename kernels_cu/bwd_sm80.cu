@@ -26,8 +26,7 @@
 #include "mask.cuh"
 #include "softmax.cuh"
 
-constexpr int RING = cfg::STAGES;                 // query tiles and pT in smem
-constexpr int LOAD_THREADS = cfg::LOAD_WARPS * 32;  // the first of them request the query tiles
+constexpr int RING = cfg::STAGES;  // query tiles and pT in smem
 
 enum Barrier { STEP = 1, ROLE_0, PAIR };  // PAIR + i: the warps that share keys, in either role
 
@@ -47,7 +46,7 @@ struct Smem {
 };
 static_assert(sizeof(Smem) == cfg::SMEM_BYTES, "tiles.py and Smem disagree");
 static_assert(RING == 3, "tiles i - 1 (then i + 2), i and i + 1");
-static_assert(2 * TILE_M <= LOAD_THREADS, "a thread fetches one lse or delta");
+static_assert(2 * TILE_M <= NUM_THREADS, "a thread fetches one lse or delta");
 
 // x, which is the same in all lanes, so that the compiler knows it.
 __device__ __forceinline__ int uniform(int x) { return redux_or(x); }
@@ -94,16 +93,14 @@ bwd_sm80(const __grid_constant__ Params p) {
   // Requests it; which one comes then. Its lse and delta are for the threads that requested them to finish.
   auto load_queries = [&](const QueryTile& tile) {
     const int thread = fresh_thread(), row = thread % TILE_M, rows = p.seqlen_q - tile.m_block * TILE_M;
-    if (thread < LOAD_THREADS) {
-      const GmemTile<const Element> q = {source.q, p.q_stride[1], p.q_stride[3], rows, p.head_dim};
-      const GmemTile<const Element> dout = {source.dout, p.dout_stride[1], p.dout_stride[3], rows, p.head_dim_v};
-      load_tile<TILE_M, TILE_D, cfg::WIDE_Q, RAGGED_D, true, LOAD_THREADS>(smem.q[tile.slot], q, thread);
-      load_tile<TILE_M, TILE_DV, cfg::WIDE_DOUT, RAGGED_D, true, LOAD_THREADS>(smem.dout[tile.slot], dout, thread);
-      if (thread < TILE_M) {
-        cp_async<4>(smem_u32(smem.lse[tile.slot]) + row * 4, source.lse + row * p.lse_stride[2], row < rows);
-      } else if (thread < 2 * TILE_M) {
-        cp_async<4>(smem_u32(smem.delta[tile.slot]) + row * 4, source.delta + row, row < rows);
-      }
+    const GmemTile<const Element> q = {source.q, p.q_stride[1], p.q_stride[3], rows, p.head_dim};
+    const GmemTile<const Element> dout = {source.dout, p.dout_stride[1], p.dout_stride[3], rows, p.head_dim_v};
+    load_tile<TILE_M, TILE_D, cfg::WIDE_Q, RAGGED_D, true, NUM_THREADS>(smem.q[tile.slot], q, thread);
+    load_tile<TILE_M, TILE_DV, cfg::WIDE_DOUT, RAGGED_D, true, NUM_THREADS>(smem.dout[tile.slot], dout, thread);
+    if (thread < TILE_M) {
+      cp_async<4>(smem_u32(smem.lse[tile.slot]) + row * 4, source.lse + row * p.lse_stride[2], row < rows);
+    } else if (thread < 2 * TILE_M) {
+      cp_async<4>(smem_u32(smem.delta[tile.slot]) + row * 4, source.delta + row, row < rows);
     }
     cp_async_commit();
     const QueryTile next = after(tile, 0);
@@ -138,8 +135,8 @@ bwd_sm80(const __grid_constant__ Params p) {
       if (arrived) finish_rows(next);
       if (mixed) {
         const int thread = fresh_thread();
-        if (thread < LOAD_THREADS && (loaded_nonfinite<TILE_M, TILE_D, LOAD_THREADS>(smem.q[next.slot], thread) ||
-                                      loaded_nonfinite<TILE_M, TILE_DV, LOAD_THREADS>(smem.dout[next.slot], thread))) {
+        if (loaded_nonfinite<TILE_M, TILE_D, NUM_THREADS>(smem.q[next.slot], thread) ||
+            loaded_nonfinite<TILE_M, TILE_DV, NUM_THREADS>(smem.dout[next.slot], thread)) {
           smem.nonfinite_at[next.slot] = i;
         }
       }
