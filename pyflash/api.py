@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from . import arrays, cpu, debug, device, features, problem
+from . import arrays, cpu, debug, device, entry, features, problem
 from . import explain as explanation
 from .errors import Unsupported
 from .launch import WORKSPACE, Executable
@@ -49,20 +49,23 @@ def flash_attention(q, k, v, *, softmax_scale=None, causal=False, return_lse=Fal
     Notes
     -----
     FlashAttention (Dao et al. 2022, algorithm 1) with the work split of FlashAttention-2 (Dao 2023, section 3). The
-    work is queued on the caller's current stream. Torch tensors that require grad are differentiable.
+    work is queued on the caller's current stream. Torch tensors that require grad are differentiable, torch.compile
+    can trace the call, and under torch's autocast q, k and v are cast as for torch's own attention.
     """
     given = {"q": q, "k": k, "v": v} if out is None else {"q": q, "k": k, "v": v, "o": out}
     if not isinstance(return_lse, bool):
         raise TypeError(f"return_lse: got {return_lse!r}, takes True or False")
-    kind = arrays.common_kind(given)
-    if kind.autograd and (q.requires_grad or k.requires_grad or v.requires_grad):
+    traced = arrays.traced_by_torch()
+    kind = None if traced else arrays.common_kind(given)
+    if traced or kind.autograd:
         from . import torch as glue
 
-        if glue.records_gradients():
+        if traced or glue.needs_glue(*given.values()):
             if out is not None:
-                raise ValueError("out: got a tensor, takes None where q, k or v requires grad")
-            options = {"softmax_scale": softmax_scale, "causal": causal}
-            result = glue.attention(flash_attention, flash_attention_backward, q, k, v, options)
+                raise ValueError(
+                    "out: got a tensor, takes None where q, k or v requires grad, under autocast, and in torch.compile"
+                )
+            result = glue.attention(q, k, v, {"softmax_scale": softmax_scale, "causal": causal})
             return result if return_lse else result[0]
     results = _call(kind, given, softmax_scale, causal, wants_lse=return_lse)
     o = results["o"] if out is None else out
@@ -106,8 +109,16 @@ def flash_attention_backward(
         given["dlse"] = dlse
     if not isinstance(deterministic, bool):
         raise TypeError(f"deterministic: got {deterministic!r}, takes True or False")
+    if arrays.traced_by_torch():
+        from . import torch as glue
+
+        options = {"softmax_scale": softmax_scale, "causal": causal}
+        return tuple(glue.attention_backward(dout, q, k, v, out, lse, dlse, options, deterministic))
     results = _call(arrays.common_kind(given), given, softmax_scale, causal, backward=True, deterministic=deterministic)
     return results["dq"], results["dk"], results["dv"]
+
+
+entry.forward, entry.backward = flash_attention, flash_attention_backward
 
 
 def explain(q, k, v, *, softmax_scale=None, causal=False, backward=False, deterministic=False, gpu=None):

@@ -223,6 +223,12 @@ def _library(array_type: type) -> str | None:
     return "dlpack" if hasattr(array_type, "__dlpack__") and hasattr(array_type, "__dlpack_device__") else None
 
 
+def traced_by_torch() -> bool:
+    """Whether torch.compile or torch.export looks on: tensors have no memory then, and are not to be asked for it."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.compiler.is_compiling()
+
+
 def kind_of(array, name: str) -> Kind:
     """The kind of an argument; `name` is for the error."""
     library = _library(type(array))

@@ -1,45 +1,302 @@
-"""Attention as a differentiable function of torch tensors. Imported by itself when a torch tensor comes in.
+"""torch: gradients, torch.compile, autocast, and torch's own attention function computed by PyFlash.
 
-The functions that compute it are handed in, since those are what brings a tensor here.
+`pyflash.flash_attention` imports this module by itself where a torch tensor needs it. torch.compile sees two operators,
+`pyflash::attention` and `pyflash::attention_backward`; eager calls do without, and so without what operators cost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+import json
+from functools import lru_cache
 
 import torch
 
+from . import entry
+from .errors import Unsupported
+from .features import FEATURES
 
-def records_gradients() -> bool:
-    """Whether autograd is told what is done with tensors that require grad."""
-    return torch.is_grad_enabled()
+# The options that have gradients, in the order in which `flash_attention_backward` returns them.
+_DIFFERENTIABLE = tuple(
+    name.removeprefix("return_d") for name in inspect.signature(entry.backward).parameters if name[:8] == "return_d"
+)
+
+
+def needs_glue(*tensors: torch.Tensor) -> bool:
+    """Whether autograd must be told of a call on q, k, v and more, or autocast wants those in another type."""
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor.requires_grad:
+                return True
+    return _cast_to(*tensors[:3]) is not None
+
+
+def _cast_to(q, k, v) -> torch.dtype | None:
+    """What autocast makes of the inputs of torch's own attention, if they are not that already."""
+    device = "cuda" if q.is_cuda else "cpu"  # a third of the time of q.device.type
+    if not torch.is_autocast_enabled(device):
+        return None
+    dtype = torch.get_autocast_dtype(device)
+    return dtype if any(t.dtype not in (dtype, torch.float64) for t in (q, k, v)) else None
+
+
+def attention(q, k, v, options: dict[str, object]):
+    """`out` and `lse`, differentiable through both in q, k, v and the options that have gradients.
+
+    `options` are those of `flash_attention`. The gradients are deterministic where torch.use_deterministic_algorithms
+    asks for it.
+    """
+    if dtype := _cast_to(q, k, v):
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    arrays = {name: value for name, value in options.items() if isinstance(value, torch.Tensor)}
+    for name, array in arrays.items():
+        if array.requires_grad and name not in _DIFFERENTIABLE:
+            raise ValueError(f"{name}: got a tensor that requires grad, takes one that does not: it has no gradient")
+    if torch.compiler.is_compiling():
+        return torch.ops.pyflash.attention(q, k, v, *_flattened(options))
+    scalars = {name: value for name, value in options.items() if name not in arrays}
+    return _Attention.apply(scalars, tuple(arrays), q, k, v, *arrays.values())
+
+
+def attention_backward(dout, q, k, v, out, lse, dlse, options: dict[str, object], deterministic: bool, wanted=()):
+    """What `flash_attention_backward` returns, for torch.compile; `wanted` are the options to differentiate."""
+    flat = _flattened(options)
+    return torch.ops.pyflash.attention_backward(dout, q, k, v, out, lse, dlse, *flat, deterministic, wanted)
+
+
+# ---- Gradients
+
+
+def _keep(ctx, tensors, names) -> None:
+    """For `_gradients`. `tensors` are out, lse, q, k, v and the arrays of the options `names`."""
+    ctx.save_for_backward(*tensors)
+    ctx.names = names
+    ctx.deterministic = torch.are_deterministic_algorithms_enabled()
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx, needed, dout, dlse, compute) -> list[torch.Tensor | None]:
+    """Those of q, k, v and `ctx.names`, where `needed`."""
+    if dout is None and dlse is None:
+        return [None] * len(needed)
+    out, lse, q, k, v, *arrays = ctx.saved_tensors
+    inputs = ("q", "k", "v", *ctx.names)
+    wanted = [name for name in _DIFFERENTIABLE if name in inputs and needed[inputs.index(name)]]
+    dout = torch.zeros_like(out) if dout is None else dout
+    found = compute(wanted, (dout, q, k, v, out, lse, dlse), arrays)
+    found = dict(zip(("q", "k", "v", *wanted), found, strict=True))
+    return [found[name] if need else None for name, need in zip(inputs, needed, strict=True)]
+
+
+def _run_backward(scalars, names, deterministic, wanted, dout, q, k, v, out, lse, dlse, *arrays):
+    options = {**scalars, **dict(zip(names, arrays, strict=True)), **{f"return_d{name}": True for name in wanted}}
+    return entry.backward(dout, q, k, v, out, lse, dlse=dlse, deterministic=deterministic, **options)
+
+
+def _no_second_derivative(*_):
+    raise Unsupported(
+        "the gradient of attention was to be differentiated again, which is not implemented; torch's own can, "
+        "under torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
+    )
+
+
+# ---- Eager
 
 
 class _Attention(torch.autograd.Function):
+    # Not parted into forward and setup_context, as torch.func would have it: calling that costs 50 us.
     @staticmethod
-    def forward(ctx, forward, backward, q, k, v, options, deterministic):
-        out, lse = forward(q, k, v, return_lse=True, **options)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.backward_call, ctx.options = backward, {**options, "deterministic": deterministic}
-        ctx.set_materialize_grads(False)
-        return out, lse
+    def forward(ctx, scalars, names, q, k, v, *arrays):
+        results = entry.forward(q, k, v, return_lse=True, **scalars, **dict(zip(names, arrays, strict=True)))
+        ctx.scalars = scalars
+        _keep(ctx, (*results, q, k, v, *arrays), names)
+        return results
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, dout, dlse):
-        q, k, v, out, lse = ctx.saved_tensors
-        gradients = (None, None, None)
-        if dout is not None or dlse is not None:
-            dout = torch.zeros_like(out) if dout is None else dout
-            gradients = ctx.backward_call(dout, q, k, v, out, lse, dlse=dlse, **ctx.options)
-        wanted = (g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad[2:5], strict=True))
-        return None, None, *wanted, None, None
+        def compute(wanted, tensors, arrays):
+            run = _RecordedBackward.apply if torch.is_grad_enabled() else _run_backward
+            return run(ctx.scalars, ctx.names, ctx.deterministic, wanted, *tensors, *arrays)
+
+        return None, None, *_gradients(ctx, ctx.needs_input_grad[2:], dout, dlse, compute)
 
 
-def attention(forward: Callable, backward: Callable, q, k, v, options: dict[str, object]):
-    """`out` and `lse`, differentiable in q, k and v through both.
+class _RecordedBackward(torch.autograd.Function):
+    """The backward where create_graph has it recorded itself."""
 
-    `forward` and `backward` are called as `flash_attention` and `flash_attention_backward`. The gradients are
-    deterministic where torch.use_deterministic_algorithms asks for it.
+    @staticmethod
+    def forward(ctx, *call):
+        return _run_backward(*call)
+
+    backward = staticmethod(_no_second_derivative)
+
+
+# ---- Operators. Options come as JSON, in which a string is the place of a tensor in `arrays`, and a number that of a
+# number in `numbers`: one that varies does not make torch compile anew.
+
+
+def _flattened(options: dict[str, object]) -> tuple[list[torch.Tensor], list[int | float], str]:
+    arrays: list[torch.Tensor] = []
+    numbers: list[int | float] = []
+
+    def form(value) -> str:
+        if value is None or isinstance(value, bool):
+            return {None: "null", True: "true", False: "false"}[value]
+        if isinstance(value, torch.Tensor):
+            arrays.append(value)
+            return f'"{len(arrays) - 1}"'
+        if isinstance(value, (int, float)):
+            numbers.append(value)
+            return f"{len(numbers) - 1}"
+        if isinstance(value, (tuple, list)):
+            return "[" + ",".join([form(x) for x in value]) + "]"
+        raise Unsupported(
+            f"torch.compile takes options that are numbers, tensors or tuples, not a {type(value).__name__}"
+        )
+
+    text = ",".join([f'"{name}":{form(value)}' for name, value in options.items() if value is not None])
+    return arrays, numbers, "{" + text + "}"
+
+
+@lru_cache
+def _parsed(options: str) -> dict[str, object]:
+    return json.loads(options)
+
+
+def _names(options: str) -> list[str]:
+    """Of the options that are tensors."""
+    return [name for name, value in _parsed(options).items() if isinstance(value, str)]
+
+
+def _restored(form, arrays, numbers):
+    if isinstance(form, dict):
+        return {name: _restored(value, arrays, numbers) for name, value in form.items()}
+    if isinstance(form, list):
+        return tuple(_restored(value, arrays, numbers) for value in form)
+    if isinstance(form, str):
+        return arrays[int(form)]
+    return form if form is None or isinstance(form, bool) else numbers[form]
+
+
+_OPTIONS = "Tensor[] arrays, Scalar[] numbers, str options"
+_DEVICES = ("CPU", "CUDA")
+torch.library.define("pyflash::attention", f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor out, Tensor lse)")
+torch.library.define(
+    "pyflash::attention_backward",
+    "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, "
+    f"{_OPTIONS}, bool deterministic, str[] wanted) -> Tensor[]",
+)
+
+
+@torch.library.impl("pyflash::attention", _DEVICES)
+def _forward_operator(q, k, v, arrays, numbers, options):
+    return entry.forward(q, k, v, return_lse=True, **_restored(_parsed(options), arrays, numbers))
+
+
+@torch.library.register_fake("pyflash::attention")
+def _forward_fake(q, k, v, arrays, numbers, options):
+    batch, seqlen_q, heads_q, _ = q.shape
+    real = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty((batch, seqlen_q, heads_q, v.shape[3])), q.new_empty((batch, heads_q, seqlen_q), dtype=real)
+
+
+@torch.library.impl("pyflash::attention_backward", _DEVICES)
+def _backward_operator(dout, q, k, v, out, lse, dlse, arrays, numbers, options, deterministic, wanted):
+    restored = _restored(_parsed(options), arrays, numbers)
+    return list(_run_backward(restored, (), deterministic, wanted, dout, q, k, v, out, lse, dlse))
+
+
+@torch.library.register_fake("pyflash::attention_backward")
+def _backward_fake(dout, q, k, v, out, lse, dlse, arrays, numbers, options, deterministic, wanted):
+    named = dict(zip(_names(options), arrays, strict=True))
+    return [t.new_empty(t.shape) for t in (q, k, v, *(named[name] for name in wanted))]
+
+
+def _keep_operator(ctx, inputs, output):
+    q, k, v, arrays, ctx.numbers, ctx.options = inputs
+    _keep(ctx, (*output, q, k, v, *arrays), _names(ctx.options))
+
+
+def _differentiate_operator(ctx, dout, dlse):
+    def compute(wanted, tensors, arrays):
+        options = (arrays, ctx.numbers, ctx.options)
+        return torch.ops.pyflash.attention_backward(*tensors, *options, ctx.deterministic, wanted)
+
+    *needed, needed_arrays, _, _ = ctx.needs_input_grad
+    dq, dk, dv, *rest = _gradients(ctx, (*needed, *needed_arrays), dout, dlse, compute)
+    return dq, dk, dv, rest, None if ctx.numbers else [], None  # torch has it that an empty list holds tensors
+
+
+torch.library.register_autograd("pyflash::attention", _differentiate_operator, setup_context=_keep_operator)
+torch.library.register_autograd("pyflash::attention_backward", _no_second_derivative)
+
+
+# ---- torch's own function
+
+
+def scaled_dot_product_attention(
+    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+):
+    """torch.nn.functional.scaled_dot_product_attention, computed by PyFlash: the same arguments and meaning.
+
+    Parameters
+    ----------
+    query : tensor (..., heads, seqlen_q, head_dim)
+    key : tensor (..., heads_kv, seqlen_k, head_dim)
+    value : tensor (..., heads_kv, seqlen_k, head_dim_v)
+    attn_mask : tensor, optional
+        Broadcasts to (..., heads, seqlen_q, seqlen_k). Boolean: which query sees which key. Otherwise it is added to
+        the scores.
+    dropout_p : float
+    is_causal : bool
+        Query i sees key j only if j <= i: aligned to the top-left corner, as in torch and unlike `flash_attention`.
+    scale : float, optional
+        Default 1 / sqrt(head_dim).
+    enable_gqa : bool
+        Whether heads may be a multiple of heads_kv.
+
+    Returns
+    -------
+    tensor (..., heads, seqlen_q, head_dim_v)
+        A query that sees no key gives 0.
+
+    Raises
+    ------
+    TypeError, ValueError, pyflash.Unsupported
     """
-    return _Attention.apply(forward, backward, q, k, v, options, torch.are_deterministic_algorithms_enabled())
+    if attn_mask is not None and is_causal:
+        raise ValueError("attn_mask: got a mask and is_causal=True, takes one of them")
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, torch.Tensor) or tensor.dim() < 3:
+            got = f"{tensor.dim()} dimensions" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise (TypeError if got[0].isalpha() else ValueError)(f"{name}: got {got}, takes a tensor of 3 or more")
+    if query.shape[-3] != key.shape[-3] and not enable_gqa:
+        takes = f"{key.shape[-3]}, as key, or enable_gqa=True"
+        raise ValueError(f"query: got {query.shape[-3]} heads, takes {takes}")
+    options = {"softmax_scale": scale}
+    if attn_mask is not None:
+        option = "mask" if attn_mask.dtype == torch.bool else "bias"
+        options[_supported(option, "attn_mask")] = _batched(attn_mask) if attn_mask.dim() > 4 else attn_mask
+    if dropout_p:
+        options[_supported("dropout_p", "dropout_p")] = dropout_p
+    q, k, v = (_batched(tensor).transpose(1, 2) for tensor in (query, key, value))
+    seqlen_q, seqlen_k = q.shape[1], k.shape[1]
+    if not is_causal:
+        out = entry.forward(q, k, v, **options)
+    elif seqlen_q <= seqlen_k:
+        out = entry.forward(q, k[:, :seqlen_q], v[:, :seqlen_q], causal=True, **options)
+    else:  # the last queries see every key
+        first = entry.forward(q[:, :seqlen_k], k, v, causal=True, **options)
+        out = torch.cat((first, entry.forward(q[:, seqlen_k:], k, v, **options)), 1)
+    return out.transpose(1, 2).reshape(*query.shape[:-1], value.shape[-1])
+
+
+def _batched(tensor: torch.Tensor) -> torch.Tensor:
+    """(..., heads, seqlen, head_dim) with one dimension in front."""
+    return tensor[None] if tensor.dim() == 3 else tensor.flatten(0, -4)
+
+
+def _supported(option: str, argument: str) -> str:
+    if option in (feature.name for feature in FEATURES):
+        return option
+    raise Unsupported(f"{argument}: got one, takes none: attention with it is not implemented")

@@ -96,8 +96,35 @@ def test_out_with_a_gradient_is_refused():
 def test_a_second_derivative_is_refused():
     q, k, v = tensors(torch.float64, grad=True)
     (dq,) = torch.autograd.grad((pyflash.flash_attention(q, k, v) ** 2).sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(pyflash.Unsupported, match="differentiated again.*SDPBackend.MATH"):
         dq.sum().backward()
+    expected = torch.autograd.grad((pyflash.flash_attention(q, k, v) ** 2).sum(), q)[0]
+    assert torch.equal(dq, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
+def test_autocast_does_as_to_torchs_own_attention(dtype):
+    q, k, v = tensors(dtype, heads_kv=4, seqlen_k=5, dim_v=8, grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = pyflash.flash_attention(q, k, v)
+        theirs = torch.nn.functional.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)))
+    assert out.dtype == theirs.dtype == (torch.float64 if dtype == torch.float64 else torch.bfloat16)
+    out.sum().backward()
+    assert all(t.grad.dtype == dtype for t in (q, k, v))
+
+
+def test_autocast_makes_one_type_of_several():
+    q, k, v = tensors()
+    with torch.autocast("cpu", torch.bfloat16):
+        out, lse = pyflash.flash_attention(q, k.bfloat16(), v, return_lse=True)
+        assert torch.equal(out, pyflash.flash_attention(*(t.bfloat16() for t in (q, k, v))))
+    assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
+
+
+def test_functional_transforms_are_refused():
+    q, k, v = tensors()
+    with pytest.raises(RuntimeError, match="torch.func|functorch"):
+        torch.func.grad(lambda *a: pyflash.flash_attention(*a).sum())(q, k, v)
 
 
 @pytest.mark.parametrize("causal", [False, True])

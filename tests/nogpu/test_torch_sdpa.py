@@ -1,0 +1,128 @@
+"""torch's own attention function and PyFlash's in its place: the same calls, the same numbers."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+
+import pytest
+
+import pyflash
+from pyflash.features import FEATURES
+
+torch = pytest.importorskip("torch")
+theirs = torch.nn.functional.scaled_dot_product_attention
+
+OPTIONS = {feature.name for feature in FEATURES}
+
+
+@pytest.fixture
+def ours():
+    from pyflash.torch import scaled_dot_product_attention
+
+    return scaled_dot_product_attention
+
+
+def inputs(front=(2,), heads=4, heads_kv=4, seqlen_q=5, seqlen_k=7, dim=8, dim_v=8):
+    shapes = (heads, seqlen_q, dim), (heads_kv, seqlen_k, dim), (heads_kv, seqlen_k, dim_v)
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn((*front, *s), generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
+
+
+def agree(ours, arguments, **options):
+    results = [f(*arguments, **options) for f in (ours, theirs)]
+    torch.testing.assert_close(*results)
+    dout = torch.randn_like(results[0])
+    torch.testing.assert_close(*(torch.autograd.grad(r, arguments, dout) for r in results))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("lengths", [(5, 7), (7, 5), (6, 6), (1, 4), (4, 1)])
+def test_the_same_numbers(ours, lengths, is_causal):
+    agree(ours, inputs((2,), 4, 4, *lengths), is_causal=is_causal, scale=0.7)
+
+
+@pytest.mark.parametrize("front", [(), (2,), (2, 3), (2, 1, 3)])
+def test_any_dimensions_in_front(ours, front):
+    agree(ours, inputs(front), is_causal=True)
+
+
+def test_grouped_heads(ours):
+    arguments = inputs(heads_kv=2)
+    agree(ours, arguments, enable_gqa=True)
+    with pytest.raises(ValueError, match="^query: got 4 heads, takes 2, as key, or enable_gqa=True"):
+        ours(*arguments)
+
+
+def test_head_dim_of_v(ours):
+    agree(ours, inputs(dim_v=12))
+
+
+def test_the_signature(ours):
+    parameters = inspect.signature(ours).parameters
+    assert list(parameters) == [
+        "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"
+    ]  # fmt: skip
+    defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
+    assert defaults == {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
+
+
+MASKS = {"matrix": (5, 7), "keys": (1, 7), "heads": (4, 5, 7), "batch": (2, 1, 5, 7)}
+
+
+@pytest.mark.parametrize("shape", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("boolean", [True, False])
+def test_masks(ours, boolean, shape):
+    mask = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    mask = mask > -0.5 if boolean else mask
+    if ("mask" if boolean else "bias") in OPTIONS:
+        agree(ours, inputs(), attn_mask=mask)
+    else:
+        with pytest.raises(pyflash.Unsupported, match="^attn_mask: "):
+            ours(*inputs(), attn_mask=mask)
+
+
+def test_dropout(ours):
+    if "dropout_p" not in OPTIONS:
+        with pytest.raises(pyflash.Unsupported, match="^dropout_p: "):
+            ours(*inputs(), dropout_p=0.5)
+        return
+    torch.manual_seed(0)
+    mean = torch.stack([ours(*inputs(), dropout_p=0.5) for _ in range(400)]).mean(0)
+    torch.testing.assert_close(mean, theirs(*inputs()), atol=0.5, rtol=0.2)
+
+
+def test_what_torch_refuses_too(ours):
+    q, k, v = inputs()
+    with pytest.raises(ValueError, match="^attn_mask: .*is_causal"):
+        ours(q, k, v, attn_mask=torch.ones(5, 7, dtype=torch.bool), is_causal=True)
+    with pytest.raises(TypeError, match="^key: got ndarray, takes a tensor"):
+        ours(q, k.detach().numpy(), v)
+    with pytest.raises(ValueError, match="^value: got 2 dimensions, takes a tensor of 3 or more"):
+        ours(q, k, v[0, 0])
+    with pytest.raises(ValueError, match="^k: got shape"):
+        ours(q, k[:1], v[:1])
+
+
+def test_compiled(ours):
+    torch._dynamo.reset()
+    arguments = inputs(seqlen_q=7, seqlen_k=5)
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*arguments, is_causal=True), theirs(*arguments, is_causal=True))
+
+
+def test_a_model_moves_over(ours, monkeypatch):
+    """torch's own encoder layer, with its function replaced."""
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    x = torch.randn(2, 9, 32)
+    expected = layer(x)
+    calls = itertools.count()
+
+    def replaced(q, k, v, mask, dropout_p, is_causal):
+        next(calls)
+        return ours(q, k, v, mask, dropout_p, is_causal)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", replaced)
+    torch.testing.assert_close(layer(x), expected)
+    assert next(calls) == 1
