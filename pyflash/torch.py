@@ -40,11 +40,11 @@ def _cast_to(q, k, v) -> torch.dtype | None:
     return dtype if any(t.dtype not in (dtype, torch.float64) for t in (q, k, v)) else None
 
 
-def attention(q, k, v, options: dict[str, object]):
+def attention(q, k, v, options: dict[str, object], deterministic: bool = False):
     """`out` and `lse`, differentiable through both in q, k, v and the options that have gradients.
 
     `options` are those of `flash_attention`. The gradients are deterministic where torch.use_deterministic_algorithms
-    asks for it.
+    asks for it, too.
     """
     if dtype := _cast_to(q, k, v):
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
@@ -52,10 +52,11 @@ def attention(q, k, v, options: dict[str, object]):
     for name, array in arrays.items():
         if array.requires_grad and name not in _DIFFERENTIABLE:
             raise ValueError(f"{name}: got a tensor that requires grad, takes one that does not: it has no gradient")
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     if torch.compiler.is_compiling():
-        return torch.ops.pyflash.attention(q, k, v, *_flattened(options))
+        return torch.ops.pyflash.attention(q, k, v, *_flattened(options), deterministic)
     scalars = {name: value for name, value in options.items() if name not in arrays}
-    return _Attention.apply(scalars, tuple(arrays), q, k, v, *arrays.values())
+    return _Attention.apply(scalars, tuple(arrays), deterministic, q, k, v, *arrays.values())
 
 
 def attention_backward(dout, q, k, v, out, lse, dlse, options: dict[str, object], deterministic: bool, wanted=()):
@@ -67,11 +68,10 @@ def attention_backward(dout, q, k, v, out, lse, dlse, options: dict[str, object]
 # ---- Gradients
 
 
-def _keep(ctx, tensors, names) -> None:
+def _keep(ctx, tensors, names, deterministic: bool) -> None:
     """For `_gradients`. `tensors` are out, lse, q, k, v and the arrays of the options `names`."""
     ctx.save_for_backward(*tensors)
-    ctx.names = names
-    ctx.deterministic = torch.are_deterministic_algorithms_enabled()
+    ctx.names, ctx.deterministic = names, deterministic
     ctx.set_materialize_grads(False)
 
 
@@ -106,10 +106,10 @@ def _no_second_derivative(*_):
 class _Attention(torch.autograd.Function):
     # Not parted into forward and setup_context, as torch.func would have it: calling that costs 50 us.
     @staticmethod
-    def forward(ctx, scalars, names, q, k, v, *arrays):
+    def forward(ctx, scalars, names, deterministic, q, k, v, *arrays):
         results = entry.forward(q, k, v, return_lse=True, **scalars, **dict(zip(names, arrays, strict=True)))
         ctx.scalars = scalars
-        _keep(ctx, (*results, q, k, v, *arrays), names)
+        _keep(ctx, (*results, q, k, v, *arrays), names, deterministic)
         return results
 
     @staticmethod
@@ -118,7 +118,7 @@ class _Attention(torch.autograd.Function):
             run = _RecordedBackward.apply if torch.is_grad_enabled() else _run_backward
             return run(ctx.scalars, ctx.names, ctx.deterministic, wanted, *tensors, *arrays)
 
-        return None, None, *_gradients(ctx, ctx.needs_input_grad[2:], dout, dlse, compute)
+        return None, None, None, *_gradients(ctx, ctx.needs_input_grad[3:], dout, dlse, compute)
 
 
 class _RecordedBackward(torch.autograd.Function):
@@ -180,7 +180,10 @@ def _restored(form, arrays, numbers):
 
 _OPTIONS = "Tensor[] arrays, Scalar[] numbers, str options"
 _DEVICES = ("CPU", "CUDA")
-torch.library.define("pyflash::attention", f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor out, Tensor lse)")
+torch.library.define(  # deterministic is for the gradients
+    "pyflash::attention",
+    f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}, bool deterministic) -> (Tensor out, Tensor lse)",
+)
 torch.library.define(
     "pyflash::attention_backward",
     "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, "
@@ -189,12 +192,12 @@ torch.library.define(
 
 
 @torch.library.impl("pyflash::attention", _DEVICES)
-def _forward_operator(q, k, v, arrays, numbers, options):
+def _forward_operator(q, k, v, arrays, numbers, options, deterministic):
     return entry.forward(q, k, v, return_lse=True, **_restored(_parsed(options), arrays, numbers))
 
 
 @torch.library.register_fake("pyflash::attention")
-def _forward_fake(q, k, v, arrays, numbers, options):
+def _forward_fake(q, k, v, arrays, numbers, options, deterministic):
     batch, seqlen_q, heads_q, _ = q.shape
     real = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty((batch, seqlen_q, heads_q, v.shape[3])), q.new_empty((batch, heads_q, seqlen_q), dtype=real)
@@ -213,8 +216,8 @@ def _backward_fake(dout, q, k, v, out, lse, dlse, arrays, numbers, options, dete
 
 
 def _keep_operator(ctx, inputs, output):
-    q, k, v, arrays, ctx.numbers, ctx.options = inputs
-    _keep(ctx, (*output, q, k, v, *arrays), _names(ctx.options))
+    q, k, v, arrays, ctx.numbers, ctx.options, deterministic = inputs
+    _keep(ctx, (*output, q, k, v, *arrays), _names(ctx.options), deterministic)
 
 
 def _differentiate_operator(ctx, dout, dlse):
@@ -222,9 +225,9 @@ def _differentiate_operator(ctx, dout, dlse):
         options = (arrays, ctx.numbers, ctx.options)
         return torch.ops.pyflash.attention_backward(*tensors, *options, ctx.deterministic, wanted)
 
-    *needed, needed_arrays, _, _ = ctx.needs_input_grad
+    *needed, needed_arrays, _, _, _ = ctx.needs_input_grad
     dq, dk, dv, *rest = _gradients(ctx, (*needed, *needed_arrays), dout, dlse, compute)
-    return dq, dk, dv, rest, None if ctx.numbers else [], None  # torch has it that an empty list holds tensors
+    return dq, dk, dv, rest, None if ctx.numbers else [], None, None  # torch has it that an empty list holds tensors
 
 
 torch.library.register_autograd("pyflash::attention", _differentiate_operator, setup_context=_keep_operator)
@@ -276,9 +279,9 @@ def scaled_dot_product_attention(
     options = {"softmax_scale": scale}
     if attn_mask is not None:
         option = "mask" if attn_mask.dtype == torch.bool else "bias"
-        options[_supported(option, "attn_mask")] = _batched(attn_mask) if attn_mask.dim() > 4 else attn_mask
+        options[existing(option, "attn_mask")] = _batched(attn_mask) if attn_mask.dim() > 4 else attn_mask
     if dropout_p:
-        options[_supported("dropout_p", "dropout_p")] = dropout_p
+        options[existing("dropout_p", "dropout_p")] = dropout_p
     q, k, v = (_batched(tensor).transpose(1, 2) for tensor in (query, key, value))
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
     if not is_causal:
@@ -296,7 +299,8 @@ def _batched(tensor: torch.Tensor) -> torch.Tensor:
     return tensor[None] if tensor.dim() == 3 else tensor.flatten(0, -4)
 
 
-def _supported(option: str, argument: str) -> str:
+def existing(option: str, argument: str) -> str:
+    """The name of an option, if there is one; `argument` is what asks for it."""
     if option in (feature.name for feature in FEATURES):
         return option
-    raise Unsupported(f"{argument}: got one, takes none: attention with it is not implemented")
+    raise Unsupported(f"{argument}: got one, takes its default: attention with it is not implemented")

@@ -153,7 +153,7 @@ def test_compiled_and_eager_give_the_same_bits(causal):
 
 def test_operators():
     q, k, v = tensors(torch.bfloat16, grad=True)
-    options = ([], [0.1], '{"softmax_scale":0,"causal":true}')
+    options = ([], [0.1], '{"softmax_scale":0,"causal":true}', False)
     torch.library.opcheck(torch.ops.pyflash.attention.default, (q, k, v, *options))
 
 

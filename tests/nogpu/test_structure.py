@@ -24,7 +24,7 @@ RANKS = {
     **dict.fromkeys(("launch", "arrays", "torch"), 6),
     "api": 7,
     "__init__": 8,
-    **dict.fromkeys(("jax", "commands", "bench"), 9),
+    **dict.fromkeys(("jax", "flash_attn", "commands", "bench"), 9),
     "__main__": 10,
 }
 
@@ -79,7 +79,7 @@ def test_array_libraries_are_not_imported_on_the_way(path):
         if isinstance(node, ast.ImportFrom) and node.level:
             continue
         name = rank_name(path)
-        if name not in ("torch", "jax", "bench", "commands"):
+        if name not in ("torch", "jax", "flash_attn", "bench", "commands"):
             assert not tops & {"torch", "jax"}, f"{path.name}:{node.lineno} imports {tops}: ask sys.modules"
         if "cupy" in tops:
             assert name in CUPY_USERS and id(node) in inside, f"{path.name}:{node.lineno} imports cupy"

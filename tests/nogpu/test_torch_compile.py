@@ -112,7 +112,7 @@ def test_the_backward_itself_can_be_compiled():
 
 def test_a_second_derivative_is_refused():
     q, k, v = inputs()
-    out, _ = torch.ops.pyflash.attention(q, k, v, [], [], "{}")
+    out, _ = torch.ops.pyflash.attention(q, k, v, [], [], "{}", False)
     (dq,) = torch.autograd.grad((out**2).sum(), q, create_graph=True)
     with pytest.raises(pyflash.Unsupported, match="differentiated again"):
         dq.sum().backward()
@@ -164,13 +164,13 @@ def test_options_as_text(options):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_torchs_checks_of_operators(dtype, dlse):
     q, k, v = inputs(dtype)
-    operands = ([], [0.4], '{"softmax_scale":0,"causal":true}')
+    operands = ([], [0.4], '{"softmax_scale":0,"causal":true}', False)
     torch.library.opcheck(torch.ops.pyflash.attention.default, (q, k, v, *operands))
-    torch.library.opcheck(torch.ops.pyflash.attention.default, (q.detach(), k.detach(), v.detach(), [], [], "{}"))
+    torch.library.opcheck(torch.ops.pyflash.attention.default, (q.detach(), k.detach(), v.detach(), [], [], "{}", True))
     q, k, v = (t.detach() for t in (q, k, v))
     out, lse = torch.ops.pyflash.attention(q, k, v, *operands)
     tensors = torch.randn_like(out), q, k, v, out, lse, torch.randn_like(lse) if dlse else None
-    torch.library.opcheck(torch.ops.pyflash.attention_backward.default, (*tensors, *operands, False, []))
+    torch.library.opcheck(torch.ops.pyflash.attention_backward.default, (*tensors, *operands, []))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
@@ -179,11 +179,11 @@ def test_fake_results_lie_as_the_real_ones(dtype):
 
     q, k, v = inputs(dtype, requires_grad=False)
     q = q.transpose(1, 2).contiguous().transpose(1, 2)
-    real = torch.ops.pyflash.attention(q, k, v, [], [], "{}")
+    real = torch.ops.pyflash.attention(q, k, v, [], [], "{}", False)
     real += tuple(torch.ops.pyflash.attention_backward(real[0], q, k, v, *real, None, [], [], "{}", False, []))
     with FakeTensorMode() as mode:
         q, k, v = (mode.from_tensor(t) for t in (q, k, v))
-        fake = torch.ops.pyflash.attention(q, k, v, [], [], "{}")
+        fake = torch.ops.pyflash.attention(q, k, v, [], [], "{}", False)
         fake += tuple(torch.ops.pyflash.attention_backward(fake[0], q, k, v, *fake, None, [], [], "{}", False, []))
     for a, b in zip(real, fake, strict=True):
         assert (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device)
