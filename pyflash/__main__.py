@@ -6,11 +6,12 @@ import argparse
 import signal
 import sys
 
-from .commands import Failed, compile, demo, doctor, explain
+from .commands import Failed, bench, compile, demo, doctor, explain
 from .errors import CompileError, LaunchError, Unsupported
 
 _COMMANDS = {
     "demo": (demo, "run attention here, forward and backward, check it, and compare it with ordinary attention"),
+    "bench": (bench, "measure attention here, beside ordinary attention and every other implementation installed"),
     "doctor": (doctor, "say what PyFlash finds on this machine, and what mends what is missing"),
     "explain": (explain, "say what would run for a shape on a GPU, and why"),
     "compile": (compile, "compile kernels ahead of time"),

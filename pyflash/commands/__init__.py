@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import dataclasses
+import json
+import shutil
+import sys
 
 from .. import problem
 from ..device import Device, named
+from ..features import FEATURES
 from ..problem import DTYPES, Problem
 
 
@@ -32,6 +38,92 @@ def size(text: str) -> int:
     return value
 
 
+def sizes(text: str) -> list[int]:
+    """Several lengths: 1k,4k or, each twice the one before, 1k:16k."""
+    found = []
+    for part in text.split(","):
+        first, colon, last = part.partition(":")
+        found += doubled(size(first), size(last)) if colon else [size(first)]
+    return found
+
+
+def doubled(first: int, last: int) -> list[int]:
+    """The sizes from `first` on, each twice the one before, up to `last`, and `last`."""
+    found = [first]
+    while 0 < found[-1] < last:
+        found.append(min(2 * found[-1], last))
+    return found
+
+
+# The options of a call that can be typed; the others are arrays.
+_TYPED = tuple(feature for feature in FEATURES if not getattr(feature, "is_array", False))
+
+
+def _literal(text: str) -> object:
+    """A number, or several with commas between them; `none` is no limit."""
+    try:
+        return ast.literal_eval(text.lower().replace("none", "None"))
+    except (ValueError, SyntaxError):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number, nor several with commas between them") from None
+
+
+def add_options(parser) -> None:
+    """An argument for each option of a call that can be typed."""
+    for feature in _TYPED:
+        flag, takes = f"--{feature.name.replace('_', '-')}", getattr(feature, "takes", "")
+        if feature.default is False:
+            parser.add_argument(flag, action="store_true", help=f"as the argument {feature.name} of flash_attention")
+        else:
+            parser.add_argument(flag, type=_literal, metavar="X", help=takes)
+
+
+def options_of(args: argparse.Namespace) -> dict[str, object]:
+    """Those of `add_options` that are on, by their keywords."""
+    given = {feature.name: getattr(args, feature.name) for feature in _TYPED}
+    try:
+        return {f.name: f.check(given[f.name]) for f in _TYPED if given[f.name] not in (None, False)}
+    except (TypeError, ValueError) as error:
+        raise Misused(f"--{error}") from error
+
+
+def add_json(parser) -> None:
+    parser.add_argument("--json", action="store_true", help="print everything as JSON instead")
+
+
+def print_json(value: object) -> None:
+    def plain(value: object) -> object:
+        if dataclasses.is_dataclass(value):
+            return dataclasses.asdict(value)
+        return value.item() if hasattr(value, "item") else str(value)
+
+    print(json.dumps(value, default=plain, indent=2))
+
+
+class Progress:
+    """A bar on standard error, if that is a terminal. `step` says what of `total` pieces of work is begun."""
+
+    _WIDTH = 24
+
+    def __init__(self, total: int):
+        self.total, self.begun = total, 0
+        self.shown = sys.stderr.isatty()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def step(self, what: str) -> None:
+        done = self._WIDTH * self.begun // self.total
+        self.begun += 1
+        self._write(f"[{'=' * done}{' ' * (self._WIDTH - done)}] {self.begun}/{self.total} {what}")
+
+    def __exit__(self, *error: object) -> None:
+        self._write("")
+
+    def _write(self, text: str) -> None:
+        if self.shown:
+            print(f"\r\033[K{text[: shutil.get_terminal_size().columns - 1]}", end="", file=sys.stderr, flush=True)
+
+
 def add_shape(parser: argparse.ArgumentParser) -> None:
     """The options that describe a call."""
     shape = parser.add_argument_group("the call")
@@ -45,7 +137,7 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
     shape.add_argument("--head-dim", type=size, default=128, metavar="N", help="1 to 256 (default 128)")
     shape.add_argument("--head-dim-v", type=size, metavar="N", help="head_dim of v (default: that of q)")
     shape.add_argument("--dtype", choices=list(DTYPES), default="bfloat16", help="default bfloat16")
-    shape.add_argument("--causal", action="store_true", help="query i sees key j only if j <= i + seqlen_k - seqlen_q")
+    add_options(shape)
     shape.add_argument("--backward", action="store_true", help="the gradients instead of the forward pass")
     shape.add_argument("--deterministic", action="store_true", help="bitwise reproducible gradients")
 
@@ -61,10 +153,10 @@ def problem_of(args: argparse.Namespace) -> Problem:
         "v": (args.batch, seqlen_k, heads_kv, dim_v),
     }
     tensors = {name: problem.contiguous(shape, args.dtype) for name, shape in shapes.items()}
-    options = {"causal": args.causal}
+    options = options_of(args)
     try:
         made = problem.make(tensors, backward=False, wants_lse=True, options=options)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise Misused(str(error)) from error
     if args.backward:
         tensors = problem.backward_tensors(made)

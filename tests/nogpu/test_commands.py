@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -36,7 +37,7 @@ def pyflash(*arguments: str, before: str = "", **environment: str) -> subprocess
 WITHOUT_CUPY = "import sys; sys.modules['cupy'] = None"
 
 
-@pytest.mark.parametrize("command", ["demo", "doctor", "explain", "compile"])
+@pytest.mark.parametrize("command", ["demo", "bench", "doctor", "explain", "compile"])
 def test_help(command):
     run = pyflash(command, "--help")
     assert run.returncode == 0 and f"python -m pyflash {command}" in run.stdout
@@ -50,6 +51,10 @@ MISUSES = [
     "demo --seqlen many",
     "demo --seqlen -4",
     "demo --seqlen 0",
+    "bench --seqlen 4k:many",
+    "bench --seqlen 64 --heads 3 --kv-heads 2",
+    "bench --seqlen 64 --head-dim 300",
+    "bench --seqlen 64 --only abacus",
     "explain",
     "explain --dtype int8",
     "explain --gpu abacus",
@@ -70,7 +75,7 @@ def test_misuse_is_said_briefly(line):
 @pytest.mark.parametrize(
     "line, choices",
     [("explain --gpu abacus", "H200"), ("explain", "H200"), ("compile --arch sm_1", "sm_90"), ("compile", "sm_90"),
-     ("explain --dtype int8", "bfloat16")],
+     ("explain --dtype int8", "bfloat16"), ("bench --seqlen 64 --only abacus", "ordinary")],
 )  # fmt: skip
 def test_misuse_is_told_the_choices(line, choices):
     assert choices in pyflash(*line.split(), before=WITHOUT_CUPY).stderr
@@ -95,6 +100,55 @@ def test_demo_fails_on_wrong_results():
     before += "a.flash_attention_backward = wrong"
     run = pyflash("demo", "--cpu", "--seqlen", "64", "--heads", "1", before=before)
     assert run.returncode == 1 and "WRONG RESULTS" in run.stdout
+
+
+SMALL = ("bench", "--seqlen", "16:64", "--batch", "1", "--heads", "2", "--seconds", "0")
+
+
+def test_bench(tmp_path):
+    pytest.importorskip("matplotlib")
+    files = {suffix: tmp_path / f"figures.{suffix}" for suffix in ("csv", "png")}
+    run = pyflash(*SMALL, "--csv", str(files["csv"]), "--plot", str(files["png"]))
+    assert run.returncode == 0, run.stderr
+    assert not run.stderr, "a bar is for terminals"
+    lines = run.stdout.splitlines()
+    assert lines[0].startswith("NumPy on the CPU: a large matrix product makes")
+    for direction in ("forward", "backward"):
+        (start,) = (n for n, line in enumerate(lines) if line.startswith(direction))
+        assert "PyFlash" in lines[start - 1] and "ordinary" in lines[start - 1]
+        assert [line.split(",")[0] for line in lines[start + 1 : start + 7]] == 2 * ["1 x 16", "1 x 32", "1 x 64"]
+    assert files["csv"].read_text().count("\n") == 1 + 3 * 2 * 2 * 2 and files["png"].stat().st_size > 10_000
+
+
+def test_bench_json():
+    run = pyflash(*SMALL, "--json", "--causal", "--forward", before=WITHOUT_CUPY)
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout)
+    assert found["machine"]["machine"] == "NumPy on the CPU" and len(found["rows"]) == 3 * 2
+    assert all(row["options"] == "causal=True" and row["direction"] == "forward" for row in found["rows"])
+
+
+def test_bench_fails_on_wrong_results():
+    before = "import pyflash.api as a; f = a.flash_attention\na.flash_attention = lambda *x, **o: 2 * f(*x, **o)"
+    run = pyflash(*SMALL, "--forward", before=before)
+    assert run.returncode == 1 and "PyFlash, forward, 6 of the cases: wrong by" in run.stdout
+
+
+def test_a_plot_without_matplotlib_says_what_to_install(tmp_path):
+    run = pyflash(*SMALL, "--plot", str(tmp_path / "x.png"), before="import sys; sys.modules['matplotlib'] = None")
+    assert run.returncode == 1 and "pip install 'pyflash[bench]'" in run.stderr and not run.stdout
+
+
+def test_a_bar_on_a_terminal():
+    """Through a pseudo-terminal: drawn while it runs, gone at the end."""
+    pty = pytest.importorskip("pty")
+    reader, writer = pty.openpty()
+    command = [sys.executable, "-m", "pyflash", *SMALL, "--forward", "--full"]
+    run = subprocess.run(command, stdout=subprocess.PIPE, stderr=writer, cwd=ROOT, env={**os.environ, **NO_GPU})
+    os.close(writer)
+    shown = os.read(reader, 1 << 16).decode()
+    os.close(reader)
+    assert run.returncode == 0 and "1/7" in shown and "7/7" in shown and shown.endswith("\r\x1b[K")
 
 
 def test_doctor():

@@ -24,8 +24,9 @@ RANKS = {
     **dict.fromkeys(("launch", "arrays", "torch"), 6),
     "api": 7,
     "__init__": 8,
-    **dict.fromkeys(("jax", "flash_attn", "commands", "bench"), 9),
-    "__main__": 10,
+    **dict.fromkeys(("jax", "flash_attn", "plots", "bench"), 9),
+    "commands": 10,
+    "__main__": 11,
 }
 
 # CuPy is imported lazily, and by these alone.
