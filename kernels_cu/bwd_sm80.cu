@@ -60,10 +60,11 @@ bwd_sm80(const __grid_constant__ Params p) {
   Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
   const int thread = threadIdx.x, lane = thread % 32;
   const int warp = uniform(thread / 32);
-  // Key tiles of a head follow each other: they share its queries in L2, those with most queries come first (causal),
-  // and a CTA waits only for smaller blockIdx (DETERMINISTIC), which start before it.
-  const u32 head_index = blockIdx.x / u32(p.num_n_blocks);
-  const int n_block = uniform(blockIdx.x - head_index * p.num_n_blocks);
+  // Key tiles of a head follow each other: they share its queries in L2. Those with most queries come first (causal),
+  // but not where they wait for each other's sums: the first to reach a query tile are then the last key tiles that it
+  // sees, and a CTA may wait only for smaller blockIdx, which start before it.
+  const u32 head_index = blockIdx.x / u32(p.num_n_blocks), place = blockIdx.x - head_index * p.num_n_blocks;
+  const int n_block = uniform(cfg::DETERMINISTIC ? p.num_n_blocks - 1 - place : place);
   const int batch = uniform(head_index / u32(p.num_heads_kv)), kv_head = uniform(head_index % u32(p.num_heads_kv));
   const int n0 = n_block * TILE_N, keys = p.seqlen_k - n0;
   const TileRange range = q_range(p, n0);
@@ -224,7 +225,7 @@ bwd_sm80(const __grid_constant__ Params p) {
     }
   };
 
-  // dq[tile] += ds k. DETERMINISTIC: when all warps of all key tiles before this one have added theirs.
+  // dq[tile] += ds k. DETERMINISTIC: when all warps of all key tiles behind this one have added theirs.
   auto add_dq = [&](const QueryTile& tile) {
     const int lane = fresh_lane();
     QueryGradient dq;
@@ -236,7 +237,7 @@ bwd_sm80(const __grid_constant__ Params p) {
     float* warp_dst = dst + dq_row * row_stride + dq_part * BLOCK;    // this warp's part of it
     int* turn = p.semaphore + head * p.num_m_blocks + tile.m_block;
     if (cfg::DETERMINISTIC) {
-      const int before = (n_block - kv_range(p, m0).begin) * WARPS;
+      const int before = (kv_range(p, m0).end - 1 - n_block) * WARPS;
       if (lane == 0) while (ld_acquire(turn) < before) {}
       __syncwarp();
     }
