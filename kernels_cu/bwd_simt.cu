@@ -104,16 +104,22 @@ bwd_simt(const __grid_constant__ Params p) {
   Element s_rmem[ROWS][COLS];                                     // s, then dp
   Element da_rmem[ROWS][COLS_A] = {}, dv_rmem[ROWS][COLS_B] = {};  // dq or dk; dv
   Element origin[QUERIES], delta[QUERIES];                         // lse in units of log2; rowsum(do * o) - dlse
-  int other0;                                                      // first row of the tile that is visited
+  int other0, head;                                                // first row of the tile that is visited; query head
   bool masked;
 
   const auto own_row = [&](int i) { return thread_row + i * simt::THREAD_ROWS; };
   const auto other_row = [&](int j) { return thread_col + j * simt::THREAD_COLS; };
   const auto q_idx = [&](int own, int other) { return cfg::PHASE_DQ ? own0 + own : other0 + other; };
   const auto kv_idx = [&](int own, int other) { return cfg::PHASE_DQ ? other0 + other : own0 + own; };
+  // Of the thread's first element, and how far the others lie from it.
+  const auto scorer = [&]() {
+    return Scorer(p, {batch, head}, q_idx(own_row(0), other_row(0)), kv_idx(own_row(0), other_row(0)));
+  };
+  const auto q_offset = [&](int i, int j) { return cfg::PHASE_DQ ? i * simt::THREAD_ROWS : j * simt::THREAD_COLS; };
+  const auto kv_offset = [&](int i, int j) { return cfg::PHASE_DQ ? j * simt::THREAD_COLS : i * simt::THREAD_ROWS; };
   const auto hidden = [&](int own, int other) { return masked && !visible(p, q_idx(own, other), kv_idx(own, other)); };
 
-  const auto load_statistics = [&](int head) {
+  const auto load_statistics = [&]() {
 #pragma unroll
     for (int x = 0; x < QUERIES; x++) {
       const int query = q_idx(own_row(x), other_row(x));
@@ -176,12 +182,13 @@ bwd_simt(const __grid_constant__ Params p) {
   // p = exp(s - lse)
   const auto probabilities = [&]() {
     const Element scale = exponent_scale(p);
+    const Scorer scores = scorer();
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
 #pragma unroll
       for (int j = 0; j < COLS; j++) {
         const int own = own_row(i), other = other_row(j);
-        const Element s = score(p, s_rmem[i][j], q_idx(own, other), kv_idx(own, other));
+        const Element s = scores.score(s_rmem[i][j], q_offset(i, j), kv_offset(i, j));
         const Element prob = exp2_real(s * scale - origin[cfg::PHASE_DQ ? i : j]);
         smem.weights[own][other] = hidden(own, other) ? 0 : prob;
       }
@@ -190,12 +197,15 @@ bwd_simt(const __grid_constant__ Params p) {
 
   // ds = p * (dp - delta)
   const auto score_gradients = [&]() {
+    const Scorer scores = scorer();
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
 #pragma unroll
       for (int j = 0; j < COLS; j++) {
         Element& weight = smem.weights[own_row(i)][other_row(j)];
-        const Element ds = weight * (s_rmem[i][j] - delta[cfg::PHASE_DQ ? i : j]);
+        const int query = cfg::PHASE_DQ ? i : j;
+        const Element ds = scores.gradient(weight, s_rmem[i][j], delta[query], origin[query], q_offset(i, j),
+                                           kv_offset(i, j));
         weight = hidden(own_row(i), other_row(j)) ? 0 : ds;
       }
     }
@@ -207,14 +217,14 @@ bwd_simt(const __grid_constant__ Params p) {
     simt::load_tile<WIDE_OWN_B, OWN, cfg::TILE_DV, B_STRIDE>(smem.b[0], b, own0, 0);
   }
   slices.start();
-  if (cfg::PHASE_DQ) load_statistics(own_head);
+  if (cfg::PHASE_DQ) head = own_head, load_statistics();
 
 #pragma unroll 1
   for (int x = 0; x < num_visits; x++) {
     const Visit visit = visit_at(x);
     other0 = visit.block * OTHER;
     masked = visit.block < range.full_begin || visit.block >= range.full_end;
-    if (!cfg::PHASE_DQ) load_statistics(visit.head);
+    if (!cfg::PHASE_DQ) head = visit.head, load_statistics();
     product_of_columns(smem.a[0], simt::Constant<A_STRIDE>(), A_SLICES, cfg::TILE_D);
     probabilities();
     if (!cfg::PHASE_DQ) product_of_rows(dv_rmem, simt::Constant<cfg::TILE_DV>());

@@ -153,6 +153,9 @@ bwd_sm80(const __grid_constant__ Params p) {
   auto pair = [&](int m, int half) { return (m * BLOCK + half * 8) / 2 + lane % 4; };
   auto query = [&](int m, int half, int e) { return pair(m, half) * 2 + e % 2; };
   auto key = [&](int n, int e) { return n0 + key0 + n * BLOCK + e / 2 * 8 + lane / 4; };
+  auto scorer_of = [&](const QueryTile& tile) {  // of this lane's first element
+    return Scorer(p, {batch, first_head + tile.group_head}, tile.m_block * TILE_M + query(0, 0, 0), key(0, 0));
+  };
   auto hide = [&](const QueryTile& tile, Scores& x) {
 #pragma unroll
     for (int i = 0; i < KEY_BLOCKS * 2; i++) {
@@ -276,6 +279,7 @@ bwd_sm80(const __grid_constant__ Params p) {
       Scores s;
       multiply_rows<TILE_D, KEPT_D>(s, k_kept, lane_address<TILE_D, ROWS_FIRST>(smem.k, key0, lane),
                                     lane_address<TILE_D, COLS_FIRST>(smem.q[tile.slot], 0, lane));
+      const Scorer scorer = scorer_of(tile);
 #pragma unroll
       for (int m = 0; m < Q_BLOCKS; m++) {
 #pragma unroll
@@ -285,7 +289,7 @@ bwd_sm80(const __grid_constant__ Params p) {
           for (int i = 0; i < KEY_BLOCKS * 4; i++) {
             const int n = i / 4, e = i % 4;
             float& x = s[n][m][half][e];
-            x = score(p, x, tile.m_block * TILE_M + query(m, half, e), key(n, e));
+            x = scorer.score(x, m * BLOCK + half * 8 + e % 2, n * BLOCK + e / 2 * 8);
             x = ex2(fmaf(x, scale, -(e % 2 ? lse.second : lse.first)));
           }
         }
@@ -333,6 +337,7 @@ bwd_sm80(const __grid_constant__ Params p) {
       Scores dp;
       multiply_rows<TILE_DV, KEPT_DV>(dp, v_kept, lane_address<TILE_DV, ROWS_FIRST>(smem.v, key0, lane),
                                       lane_address<TILE_DV, COLS_FIRST>(smem.dout[tile.slot], 0, lane));
+      const Scorer scorer = scorer_of(tile);
 #pragma unroll
       for (int m = 0; m < Q_BLOCKS; m++) {
         u32 pt[KEY_BLOCKS][4];
@@ -340,13 +345,14 @@ bwd_sm80(const __grid_constant__ Params p) {
         for (int n = 0; n < KEY_BLOCKS; n++) ldmatrix_x4(pt[n], block_at<TILE_M>(pt_lane, n * BLOCK, m * BLOCK));
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-          const Pair delta = smem.delta[tile.slot][pair(m, half)];
+          const Pair delta = smem.delta[tile.slot][pair(m, half)], lse = smem.lse[tile.slot][pair(m, half)];
 #pragma unroll
           for (int i = 0; i < KEY_BLOCKS * 4; i++) {
             const int n = i / 4, e = i % 4;
             float& x = dp[n][m][half][e];
             const float prob = to_real(Element{(unsigned short)(pt[n][half * 2 + e / 2] >> (e % 2 * 16))});
-            x = prob * (x - (e % 2 ? delta.second : delta.first));
+            x = scorer.gradient(prob, x, e % 2 ? delta.second : delta.first, e % 2 ? lse.second : lse.first,
+                                m * BLOCK + half * 8 + e % 2, n * BLOCK + e / 2 * 8);
           }
         }
       }

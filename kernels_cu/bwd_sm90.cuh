@@ -30,6 +30,7 @@ struct Work {
   bool exists;  // the middle tile of a head has no partner: see find_work
   TileRange q_tiles;
 
+  __device__ __forceinline__ Head first_head(const Params& p) const { return {batch, head_kv * p.qheads_per_kv}; }
   __device__ __forceinline__ int n0() const { return n_block * TILE_N; }
   __device__ __forceinline__ int steps(const Params& p) const {
     return (q_tiles.end - q_tiles.begin) * p.qheads_per_kv;
@@ -200,9 +201,10 @@ __device__ __forceinline__ void multiply_keys_queries(float (&d)[TILE_M / 2], u6
 // p = exp(s - lse), rounded. `key` is the lane's first.
 __device__ __forceinline__ void exponentiate(const Params& p, u32 (&p_rmem)[M_STEPS][4],
                                              const float (&s_rmem)[TILE_M / 2], const TileValues& lse_smem, float scale,
-                                             int m0, int key, bool hides, int lane) {
+                                             const Head& head, int m0, int key, bool hides, int lane) {
   auto every_element = [&](auto may_hide) {
     const int q0 = m0 + lane % 4 * 2;
+    const Scorer scorer(p, head, q0, key);
     const VisibleQueries queries[2] = {visible_queries(p, key, q0), visible_queries(p, key + 8, q0)};
 #pragma unroll
     for (int s = 0; s < M_STEPS; s++) {
@@ -213,7 +215,7 @@ __device__ __forceinline__ void exponentiate(const Params& p, u32 (&p_rmem)[M_ST
 #pragma unroll
         for (int e = 0; e < 2; e++) {
           const int offset = s * 16 + i / 2 * 8 + e;
-          const float qk = score(p, s_rmem[8 * s + 2 * i + e], q0 + offset, key + i % 2 * 8);
+          const float qk = scorer.score(s_rmem[8 * s + 2 * i + e], offset, i % 2 * 8);
           x[e] = ex2(fmaf(qk, scale, -lse.x[i / 2][e]));
           if (decltype(may_hide)::value && !queries[i % 2].has(offset)) x[e] = 0;
         }
@@ -222,6 +224,29 @@ __device__ __forceinline__ void exponentiate(const Params& p, u32 (&p_rmem)[M_ST
     }
   };
   if (hides) every_element(Bool<true>()); else every_element(Bool<false>());
+}
+
+// ds = p * (dp - delta), and whatever else scores were made with, in dp_rmem; p as it was rounded.
+template <class LoadP>
+__device__ __forceinline__ void make_ds(const Params& p, float (&dp_rmem)[TILE_M / 2], LoadP load_p,
+                                        const TileValues& delta_smem, const TileValues& lse_smem, const Head& head,
+                                        int m0, int key, int lane) {
+  const Scorer scorer(p, head, m0 + lane % 4 * 2, key);
+#pragma unroll
+  for (int s = 0; s < M_STEPS; s++) {
+    const RowValues delta = delta_smem[s][lane % 4];
+    const RowValues& lse = lse_smem[s][lane % 4];  // read only if needed
+    u32 p_rmem[4];
+    load_p(p_rmem, s);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const Pair x = unpack2(p_rmem[i]);
+      const int q_offset = s * 16 + i / 2 * 8, kv_offset = i % 2 * 8;
+      float* dp = dp_rmem + 8 * s + 2 * i;
+      dp[0] = scorer.gradient(x.first, dp[0], delta.x[i / 2][0], lse.x[i / 2][0], q_offset, kv_offset);
+      dp[1] = scorer.gradient(x.second, dp[1], delta.x[i / 2][1], lse.x[i / 2][1], q_offset + 1, kv_offset);
+    }
+  }
 }
 
 // ds of keys that a query does not see: their dp may be inf or NaN.

@@ -85,10 +85,11 @@ __device__ __forceinline__ void compute_probabilities(const Params& p, Smem& sme
       wgmma_hold(s_rmem);
     }
     int m_block = tile.q_tiles.begin;
+    Head head = tile.first_head(p);
     for (int step = 1; step <= steps; step++) {
       const int at = stage.index;
       const bool last = step == steps;
-      exponentiate(p, p_rmem, s_rmem, smem.lse[at], scale, m_block * TILE_M, tile.n0() + warp_key + lane / 4,
+      exponentiate(p, p_rmem, s_rmem, smem.lse[at], scale, head, m_block * TILE_M, tile.n0() + warp_key + lane / 4,
                    tile.hides(m_block), lane);
       mbarrier_wait(&smem.p_empty[buffer.index], buffer.parity ^ 1);
 #pragma unroll
@@ -114,7 +115,7 @@ __device__ __forceinline__ void compute_probabilities(const Params& p, Smem& sme
       wgmma_hold(p_rmem);
       wgmma_hold(dv_rmem);
       if (lane == 0) mbarrier_arrive(&smem.dout_empty[at]);
-      if (++m_block == tile.q_tiles.end) m_block = tile.q_tiles.begin;
+      if (++m_block == tile.q_tiles.end) m_block = tile.q_tiles.begin, head.head++;
     }
     if (steps && lane == 0) mbarrier_arrive(&smem.k_empty);
     store_gradient<TILE_DV>(p.dv, p.dv_stride, tile, warp_key, p.seqlen_k, p.head_dim_v, dv_rmem, 1.f, lane);
@@ -146,23 +147,14 @@ __device__ __forceinline__ void compute_score_gradients(const Params& p, Smem& s
       if (lane == 0) mbarrier_arrive(&smem.dout_empty[stage.index]);
     }
     int m_block = tile.q_tiles.begin;
+    Head head = tile.first_head(p);
     for (int step = 1; step <= steps; step++) {
       const int at = stage.index;
       const bool last = step == steps;
       mbarrier_wait(&smem.p_full[p_buffer.index], p_buffer.parity);
-#pragma unroll
-      for (int s = 0; s < M_STEPS; s++) {
-        const RowValues delta = smem.delta[at][s][lane % 4];
-        u32 p_rmem[4];
-        ld_shared_v4(p_rmem, smem_u32(smem.p[p_buffer.index][s][thread]));
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-          const Pair x = unpack2(p_rmem[i]);
-          float* dp = dp_rmem + 8 * s + 2 * i;
-          dp[0] = x.first * (dp[0] - delta.x[i / 2][0]);
-          dp[1] = x.second * (dp[1] - delta.x[i / 2][1]);
-        }
-      }
+      make_ds(p, dp_rmem,
+              [&](u32 (&p_rmem)[4], int s) { ld_shared_v4(p_rmem, smem_u32(smem.p[p_buffer.index][s][thread])); },
+              smem.delta[at], smem.lse[at], head, m_block * TILE_M, tile.n0() + warp_key + lane / 4, lane);
       __syncwarp();
       if (lane == 0) mbarrier_arrive(&smem.p_empty[p_buffer.index]);
       p_buffer.advance();
@@ -198,7 +190,7 @@ __device__ __forceinline__ void compute_score_gradients(const Params& p, Smem& s
         mbarrier_arrive(&smem.q_empty[at]);
         if (!last) mbarrier_arrive(&smem.dout_empty[stage.index]);
       }
-      if (++m_block == tile.q_tiles.end) m_block = tile.q_tiles.begin;
+      if (++m_block == tile.q_tiles.end) m_block = tile.q_tiles.begin, head.head++;
     }
     if (steps && lane == 0) mbarrier_arrive(&smem.k_empty);
     store_gradient<TILE_D>(p.dk, p.dk_stride, tile, warp_key, p.seqlen_k, p.head_dim, dk_rmem, p.softmax_scale, lane);

@@ -89,18 +89,9 @@ __device__ __forceinline__ void consume(const Params& p, Smem& smem, int consume
                                      descriptor_mn_major(smem_u32(smem.dout[at]), sizeof(smem.dout[0][0])));
     wgmma_commit();
   };
-  auto make_ds = [&](int at) {  // in dp_rmem
+  auto p_of_step = [&](u32 (&p_rmem)[4], int s) {
 #pragma unroll
-    for (int s = 0; s < M_STEPS; s++) {
-      const RowValues delta = smem.delta[at][s][lane % 4];
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const Pair x = unpack2(a_rmem[s][i]);
-        float* dp = dp_rmem + 8 * s + 2 * i;
-        dp[0] = x.first * (dp[0] - delta.x[i / 2][0]);
-        dp[1] = x.second * (dp[1] - delta.x[i / 2][1]);
-      }
-    }
+    for (int i = 0; i < 4; i++) p_rmem[i] = a_rmem[s][i];
   };
   auto round_ds = [&] {
 #pragma unroll
@@ -127,17 +118,18 @@ __device__ __forceinline__ void consume(const Params& p, Smem& smem, int consume
       keys.advance();
     }
     int m_block = tile.q_tiles.begin;
+    Head head = tile.first_head(p);
     for (int step = 1; step <= steps; step++) {
       const int at = stage.index;
       const bool last = step == steps;
       mbarrier_wait(&smem.dout_full[at], stage.parity);
       const bool hides = tile.hides(m_block);
-      exponentiate(p, a_rmem, s_rmem, smem.lse[at], scale, m_block * TILE_M, key, hides, lane);
+      exponentiate(p, a_rmem, s_rmem, smem.lse[at], scale, head, m_block * TILE_M, key, hides, lane);
       multiply_dp_and_dv(at);
       wgmma_wait<1>();
       wgmma_hold(dp_rmem);
       if (last && lane == 0) mbarrier_arrive(&smem.v_empty);
-      make_ds(at);
+      make_ds(p, dp_rmem, p_of_step, smem.delta[at], smem.lse[at], head, m_block * TILE_M, key, lane);
       if (hides) hide(dp_rmem, p, m_block * TILE_M, key, lane);
       mbarrier_wait(&smem.ds_empty[buffer.index], buffer.parity ^ 1);
       wgmma_wait<0>();
@@ -168,7 +160,7 @@ __device__ __forceinline__ void consume(const Params& p, Smem& smem, int consume
       wgmma_hold(a_rmem);
       wgmma_hold(dk_rmem);
       if (lane == 0) mbarrier_arrive(&smem.empty[at]);
-      if (++m_block == tile.q_tiles.end) m_block = tile.q_tiles.begin;
+      if (++m_block == tile.q_tiles.end) m_block = tile.q_tiles.begin, head.head++;
     }
     if (steps && lane == 0) mbarrier_arrive(&smem.k_empty);
     store_gradient<TILE_DV>(p.dv, p.dv_stride, tile, warp_key, p.seqlen_k, p.head_dim_v, dv_rmem, 1.f, lane);

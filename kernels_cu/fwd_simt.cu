@@ -99,10 +99,13 @@ fwd_simt(const __grid_constant__ Params p) {
   // p = exp(s - max), to shared memory
   const auto softmax = [&](int n0, bool masked) {
     const Element scale = exponent_scale(p);
+    const Scorer scorer(p, {batch, head}, q_idx(0), n0 + kv_offset(0));
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
 #pragma unroll
-      for (int j = 0; j < COLS; j++) s_rmem[i][j] = score(p, s_rmem[i][j], q_idx(i), n0 + kv_offset(j));
+      for (int j = 0; j < COLS; j++) {
+        s_rmem[i][j] = scorer.score(s_rmem[i][j], i * simt::THREAD_ROWS, j * simt::THREAD_COLS);
+      }
     }
     if (masked) {
 #pragma unroll

@@ -178,10 +178,10 @@ fwd_sm90(const __grid_constant__ Params p) {
   // ---- Softmax
   auto modify = [&](int n) {
     const int q0 = work.m0 + wg * WG_ROWS + warp_row + lane / 4, kv0 = n * TILE_N + lane % 4 * 2;
+    const Head head = {work.batch, work.head};
+    const Scorer rows[2] = {{p, head, q0, kv0}, {p, head, q0 + 8, kv0}};
 #pragma unroll
-    for (int i = 0; i < TILE_N / 2; i++) {
-      s_rmem[i] = score(p, s_rmem[i], q0 + i / 2 % 2 * 8, kv0 + i / 4 * 8 + i % 2);
-    }
+    for (int i = 0; i < TILE_N / 2; i++) s_rmem[i] = rows[i / 2 % 2].score(s_rmem[i], 0, i / 4 * 8 + i % 2);
   };
   auto hide = [&](int n) {
     const int q0 = work.m0 + wg * WG_ROWS + warp_row + lane / 4, kv0 = n * TILE_N + lane % 4 * 2;
@@ -232,7 +232,7 @@ fwd_sm90(const __grid_constant__ Params p) {
       }
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        x[r] = score(p, quad_sum(x[r]), q0 + r * 8, key);
+        x[r] = Scorer(p, {work.batch, work.head}, q0 + r * 8, key).score(quad_sum(x[r]), 0, 0);
         x[r] = ex2(fmaf(x[r], scale, -exponent_origin(softmax.reference[r])));
         x[r] = to_real(Dtype<Element>::from_real(x[r]));
       }

@@ -1,81 +1,176 @@
 // Everything a kernel knows about masks and score modifications. A kernel asks which tiles to walk, walks
-// masked / full / masked ranges, and calls visible() on the elements of masked tiles and score() on all of them; it
-// never names a feature. Causal masks are aligned to the bottom-right corner of the score matrix: query i sees key j
-// iff j <= i + seqlen_k - seqlen_q.
+// masked / full / masked ranges, calls visible() on the elements of masked tiles and score() on all of them, and its
+// gradient on the way back; it never names a feature.
+//
+// By position, query i sees the keys of a band along the diagonal that ends in the bottom-right corner of the score
+// matrix:  i + shift - left <= j <= i + shift + right,  shift = seqlen_k - seqlen_q.  Causal is right = 0.
 #pragma once
+#include "softmax.cuh"
 
-// Tiles [begin, end) hold everything visible; those in [full_begin, full_end) are visible throughout.
-// begin <= full_begin <= full_end <= end.
+constexpr bool BOUND_LEFT = cfg::WINDOW_LEFT, BOUND_RIGHT = cfg::CAUSAL || cfg::WINDOW_RIGHT;
+// Whether kv_range depends on the rows. If not, all warps of a query tile walk the same key tiles.
+constexpr bool ROWS_DIFFER = BOUND_LEFT || BOUND_RIGHT;
+// Whether a key that exists may be hidden from some row.
+constexpr bool HIDES_KEYS = ROWS_DIFFER;
+
+__device__ __forceinline__ int window_right(const Params& p) { return cfg::CAUSAL ? 0 : p.window_right; }
+// Query i sees keys from i + left_shift on, and up to i + right_shift.
+__device__ __forceinline__ int left_shift(const Params& p) { return p.seqlen_k - p.seqlen_q - p.window_left; }
+__device__ __forceinline__ int right_shift(const Params& p) {
+  return p.seqlen_k - p.seqlen_q + window_right(p);
+}
+
+// ---- Which tiles to walk --------------------------------------------------------------------------------------------
+
+// Tiles [begin, end) hold everything visible; those in [full_begin, full_end), if any, are visible throughout.
 struct TileRange { int begin, full_begin, full_end, end; };
 
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // One past the last key that any of the query rows [m0, m0 + rows) sees.
 __device__ __forceinline__ int kv_end(const Params& p, int m0, int rows) {
-  const int shift = p.seqlen_k - p.seqlen_q;
-  return cfg::CAUSAL ? min(max(min(m0 + rows, p.seqlen_q) + shift, 0), p.seqlen_k) : p.seqlen_k;
+  if constexpr (!BOUND_RIGHT) return p.seqlen_k;
+  const int shift = right_shift(p);
+  return min(max(min(m0 + rows, p.seqlen_q) + shift, 0), p.seqlen_k);
 }
 
-// The key tiles that the query rows [m0, m0 + rows) visit.
+// The key tiles that the query rows [m0, m0 + rows) visit. Between whole tiles of queries and of keys, kv_range and
+// q_range tell of the same visits.
 __device__ __forceinline__ TileRange kv_range(const Params& p, int m0, int rows = cfg::TILE_M) {
   const int end = (int)(((i64)kv_end(p, m0, rows) + cfg::TILE_N - 1) / cfg::TILE_N);
   TileRange range = {0, 0, p.seqlen_k / cfg::TILE_N, end};
-  if (cfg::CAUSAL) range.full_end = min(range.full_end, max(m0 + p.seqlen_k - p.seqlen_q + 1, 0) / cfg::TILE_N);
+  if constexpr (BOUND_RIGHT) range.full_end = min(range.full_end, max(m0 + right_shift(p) + 1, 0) / cfg::TILE_N);
+  if constexpr (BOUND_LEFT) {
+    range.begin = min(max(m0 + left_shift(p), 0) / cfg::TILE_N, end);
+    range.full_begin = ceil_div(max(min(m0 + rows, p.seqlen_q) - 1 + left_shift(p), 0), cfg::TILE_N);
+  }
   return range;
 }
-
-// Whether kv_range depends on the rows. If not, all warps of a query tile walk the same key tiles.
-constexpr bool ROWS_DIFFER = cfg::CAUSAL;
-// Whether a key that exists may be hidden from some row.
-constexpr bool HIDES_KEYS = cfg::CAUSAL;
 
 // The query tiles that the key rows [n0, n0 + TILE_N) visit. Query rows past seqlen_q count as visible: the kernels
 // give them lse = +inf, so that p = exp(s - lse) is 0 there without a predicate.
 __device__ __forceinline__ TileRange q_range(const Params& p, int n0) {
   const int end = (int)(((i64)p.seqlen_q + cfg::TILE_M - 1) / cfg::TILE_M);
   TileRange range = {0, 0, end, end};
-  if (cfg::CAUSAL) {
-    const int shift = p.seqlen_k - p.seqlen_q;
+  if constexpr (BOUND_RIGHT) {
+    const int shift = right_shift(p);
     range.begin = min(max(n0 - shift, 0) / cfg::TILE_M, end);
     range.full_begin = min(ceil_div(max(n0 + cfg::TILE_N - 1 - shift, 0), cfg::TILE_M), end);
   }
-  if (n0 + cfg::TILE_N > p.seqlen_k) range.full_begin = end;
+  if constexpr (BOUND_LEFT) {
+    const int end_of_last = min(max(min(n0 + cfg::TILE_N, p.seqlen_k) - left_shift(p), 0), p.seqlen_q);
+    const int end_of_first = n0 - left_shift(p) + 1;
+    range.end = max(ceil_div(end_of_last, cfg::TILE_M), range.begin);
+    range.full_end = end_of_first >= p.seqlen_q ? range.end : max(end_of_first, 0) / cfg::TILE_M;
+  }
+  if (n0 + cfg::TILE_N > p.seqlen_k) range.full_begin = range.end;
   return range;
 }
 
-// Whether query q_idx sees key kv_idx. True everywhere in the tiles of a full range.
-__device__ __forceinline__ bool visible(const Params& p, int q_idx, int kv_idx) {
-  return kv_idx < p.seqlen_k && (!cfg::CAUSAL || kv_idx <= q_idx + p.seqlen_k - p.seqlen_q);
-}
+// ---- Which elements are visible -------------------------------------------------------------------------------------
 
-// The same for a whole row: what query q_idx sees of the keys kv0 + offset. Made once a row, it takes one comparison an
-// element where offsets are constants.
-struct VisibleKeys {
+// A comparison that is there only if its template argument says so.
+template <bool> struct From {
+  int begin;
+  __device__ __forceinline__ bool has(int offset) const { return offset >= begin; }
+};
+template <> struct From<false> {
+  __device__ __forceinline__ From(int) {}
+  __device__ __forceinline__ bool has(int) const { return true; }
+};
+template <bool> struct Below {
   int end;
   __device__ __forceinline__ bool has(int offset) const { return offset < end; }
 };
+template <> struct Below<false> {
+  __device__ __forceinline__ Below(int) {}
+  __device__ __forceinline__ bool has(int) const { return true; }
+};
+
+// What query q_idx sees of the keys kv0 + offset. Made once a row, it takes one comparison or two an element where
+// offsets are constants.
+struct VisibleKeys {
+  Below<true> last;
+  From<BOUND_LEFT> first;
+  __device__ __forceinline__ bool has(int offset) const { return last.has(offset) && first.has(offset); }
+};
 __device__ __forceinline__ VisibleKeys visible_keys(const Params& p, int q_idx, int kv0) {
-  const int end = cfg::CAUSAL ? min(p.seqlen_k, q_idx + p.seqlen_k - p.seqlen_q + 1) : p.seqlen_k;
-  return {end - kv0};
+  int begin = 0, end = p.seqlen_k;
+  if constexpr (BOUND_LEFT) begin = q_idx + left_shift(p) - kv0;
+  if constexpr (BOUND_RIGHT) end = min(end, q_idx + right_shift(p) + 1);
+  return {{end - kv0}, {begin}};
 }
 
 // And for a whole key: which of the queries q0 + offset see key kv_idx.
 struct VisibleQueries {
-  int begin;
-  __device__ __forceinline__ bool has(int offset) const { return offset >= begin; }
+  From<true> first;
+  Below<BOUND_LEFT> last;
+  __device__ __forceinline__ bool has(int offset) const { return first.has(offset) && last.has(offset); }
 };
 __device__ __forceinline__ VisibleQueries visible_queries(const Params& p, int kv_idx, int q0) {
   constexpr int NONE = 0x7fffffff;
-  const int begin = cfg::CAUSAL ? kv_idx - p.seqlen_k + p.seqlen_q : 0;
-  return {kv_idx < p.seqlen_k ? begin - q0 : NONE};
+  int begin = 0, end = 0;
+  if constexpr (BOUND_RIGHT) begin = kv_idx - right_shift(p);
+  if constexpr (BOUND_LEFT) end = kv_idx - left_shift(p) + 1 - q0;
+  return {{kv_idx < p.seqlen_k ? begin - q0 : NONE}, {end}};
 }
 
-// The score of one element in units of log2, and what an exponent multiplies it with. A positive scale alone commutes
-// with the maximum, so it is folded into the exponent's fused multiply-add; everything else is applied here first.
-template <class Real>
-__device__ __forceinline__ Real score(const Params& p, Real qk, int q_idx, int kv_idx) {
-  return cfg::SCALE_FIRST ? qk * p.scale_log2 : qk;
+// Whether query q_idx sees key kv_idx. True everywhere in the tiles of a full range.
+__device__ __forceinline__ bool visible(const Params& p, int q_idx, int kv_idx) {
+  return kv_idx < p.seqlen_k && (!BOUND_RIGHT || kv_idx <= q_idx + right_shift(p)) &&
+         (!BOUND_LEFT || kv_idx >= q_idx + left_shift(p));
 }
+
+// ---- Scores ---------------------------------------------------------------------------------------------------------
+
+using Real = decltype(Params::scale_log2);
+
+// Which head of the score matrix.
+struct Head { int batch, head; };
+
+// Makes scores of products q.k, in units of log2, and gradients of products of gradients of scores. A positive scale
+// alone commutes with the maximum, so it is folded into the exponent's fused multiply-add (exponent_scale); everything
+// else is applied here first. Made for one element, others are told by how far they lie from it: constants, so that
+// what depends on positions costs little.
+struct Scorer {
+  const Params& p;
+  Real slope, distance;  // ALIBI: of the head, in units of log2; of the element from the diagonal
+
+  __device__ __forceinline__ Scorer(const Params& p, const Head& at, int q_idx, int kv_idx) : p(p) {
+    if (cfg::ALIBI) {
+      const i64 place = at.batch * p.alibi_slopes_stride[0] + at.head * p.alibi_slopes_stride[1];
+      slope = p.alibi_slopes[place] * Real(1.442695040888963407360);
+      distance = q_idx + p.seqlen_k - p.seqlen_q - kv_idx;
+    }
+  }
+
+  // What is added to the product's own score.
+  __device__ __forceinline__ Real addend(int q_offset, int kv_offset) const {
+    return cfg::ALIBI ? -slope * abs_real(distance + Real(q_offset - kv_offset)) : Real(0);
+  }
+  __device__ __forceinline__ Real score(Real qk, int q_offset, int kv_offset) const {
+    if (!cfg::SCALE_FIRST) return qk;
+    const Real s = cfg::SOFTCAP ? p.softcap_out * tanh_score(qk * p.softcap_in) : qk * p.scale_log2;
+    return ADDS ? s + addend(q_offset, kv_offset) : s;
+  }
+
+  // ds of the product from p = 2^(score - origin), dp and delta. The slope of softcap follows from p too: whoever
+  // computes ds need not have the score. It is 0 where p is, or is not a number.
+  __device__ __forceinline__ Real gradient(Real prob, Real dp, Real delta, Real origin, int q_offset,
+                                           int kv_offset) const {
+    const Real ds = prob * (dp - delta);
+    if (!cfg::SOFTCAP) return ds;
+    const Real capped = log2_real(prob) + origin - addend(q_offset, kv_offset);
+    const Real t = max(min(capped * p.softcap_out_inverse, Real(1)), Real(-1));
+    return ds * (1 - t * t);
+  }
+
+ private:
+  static constexpr bool ADDS = cfg::ALIBI;
+  static __device__ __forceinline__ Real tanh_score(Real x) {
+    return sizeof(cfg::Element) == 2 ? tanh_approx(x) : tanh_real(x);
+  }
+};
 __device__ __forceinline__ auto exponent_scale(const Params& p) {
   return cfg::SCALE_FIRST ? decltype(p.scale_log2)(1) : p.scale_log2;
 }

@@ -74,6 +74,12 @@ template <int ROWS> struct RowSoftmax {
 
 __device__ __forceinline__ float exp2_real(float x) { return ex2(x); }
 __device__ __forceinline__ double exp2_real(double x) { return exp2(x); }
+__device__ __forceinline__ float log2_real(float x) { return log2f(x); }
+__device__ __forceinline__ double log2_real(double x) { return log2(x); }
+__device__ __forceinline__ float tanh_real(float x) { return tanhf(x); }
+__device__ __forceinline__ double tanh_real(double x) { return tanh(x); }
+__device__ __forceinline__ float abs_real(float x) { return fabsf(x); }
+__device__ __forceinline__ double abs_real(double x) { return fabs(x); }
 __device__ __forceinline__ float log_real(float x) { return logf(x); }
 __device__ __forceinline__ double log_real(double x) { return log(x); }
 

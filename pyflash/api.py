@@ -12,7 +12,19 @@ from .plan import plan
 from .tiles import FAMILIES
 
 
-def flash_attention(q, k, v, *, softmax_scale=None, causal=False, return_lse=False, out=None):
+def flash_attention(
+    q,
+    k,
+    v,
+    *,
+    softmax_scale=None,
+    causal=False,
+    window=(None, None),
+    softcap=None,
+    alibi_slopes=None,
+    return_lse=False,
+    out=None,
+):
     """Exact attention, softmax(softmax_scale * q k^T) v, without the seqlen_q x seqlen_k matrix.
 
     Parameters
@@ -27,6 +39,14 @@ def flash_attention(q, k, v, *, softmax_scale=None, causal=False, return_lse=Fal
         Default 1 / sqrt(head_dim). May be zero or negative.
     causal : bool
         Query i sees key j only if j <= i + seqlen_k - seqlen_q: aligned to the bottom-right corner.
+    window : (int or None, int or None)
+        (left, right): query i sees key j only if its own position i + seqlen_k - seqlen_q is at most `left` behind and
+        `right` before j. None is no limit. Time is in proportion to what is seen.
+    softcap : float, optional
+        Scores s become softcap * tanh(s / softcap).
+    alibi_slopes : array (heads_q,) or (batch, heads_q), optional
+        Adds -slope * |i + seqlen_k - seqlen_q - j| to the score of query i and key j. float32, or float64 for float64
+        inputs.
     return_lse : bool
         Also return lse, the natural logarithm of the sum of exp(scores) of each row, which the backward needs.
     out : array (batch, seqlen_q, heads_q, head_dim_v), optional
@@ -52,11 +72,14 @@ def flash_attention(q, k, v, *, softmax_scale=None, causal=False, return_lse=Fal
     work is queued on the caller's current stream. Torch tensors that require grad are differentiable, torch.compile
     can trace the call, and under torch's autocast q, k and v are cast as for torch's own attention.
     """
+    options = {"causal": causal, "window": window, "softcap": softcap, "alibi_slopes": alibi_slopes}
     given = {"q": q, "k": k, "v": v} if out is None else {"q": q, "k": k, "v": v, "o": out}
     if not isinstance(return_lse, bool):
         raise TypeError(f"return_lse: got {return_lse!r}, takes True or False")
     traced = arrays.traced_by_torch()
-    kind = None if traced else arrays.common_kind(given)
+    if not traced:
+        scalars = _split(options, given)
+        kind = arrays.common_kind(given)
     if traced or kind.autograd:
         from . import torch as glue
 
@@ -65,15 +88,28 @@ def flash_attention(q, k, v, *, softmax_scale=None, causal=False, return_lse=Fal
                 raise ValueError(
                     "out: got a tensor, takes None where q, k or v requires grad, under autocast, and in torch.compile"
                 )
-            result = glue.attention(q, k, v, {"softmax_scale": softmax_scale, "causal": causal})
+            result = glue.attention(q, k, v, {"softmax_scale": softmax_scale, **options})
             return result if return_lse else result[0]
-    results = _call(kind, given, softmax_scale, causal, wants_lse=return_lse)
+    results = _call(kind, given, softmax_scale, scalars, wants_lse=return_lse)
     o = results["o"] if out is None else out
     return (o, results["lse"]) if return_lse else o
 
 
 def flash_attention_backward(
-    dout, q, k, v, out, lse, *, softmax_scale=None, causal=False, dlse=None, deterministic=False
+    dout,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    *,
+    softmax_scale=None,
+    causal=False,
+    window=(None, None),
+    softcap=None,
+    alibi_slopes=None,
+    dlse=None,
+    deterministic=False,
 ):
     """The gradients of `flash_attention`: dq, dk, dv, each of the shape, dtype and kind of what it belongs to.
 
@@ -81,7 +117,7 @@ def flash_attention_backward(
     ----------
     dout : array (batch, seqlen_q, heads_q, head_dim_v)
         The gradient of out; any strides.
-    q, k, v, softmax_scale, causal
+    q, k, v, softmax_scale, causal, window, softcap, alibi_slopes
         As they were in the forward call.
     out, lse
         What the forward call returned.
@@ -104,6 +140,7 @@ def flash_attention_backward(
     FlashAttention (Dao et al. 2022, algorithm 4) with the work split of FlashAttention-2: scores are recomputed from
     lse, in O(seqlen) extra memory.
     """
+    options = {"causal": causal, "window": window, "softcap": softcap, "alibi_slopes": alibi_slopes}
     given = {"q": q, "k": k, "v": v, "dout": dout, "o": out, "lse": lse}
     if dlse is not None:
         given["dlse"] = dlse
@@ -112,21 +149,36 @@ def flash_attention_backward(
     if arrays.traced_by_torch():
         from . import torch as glue
 
-        options = {"softmax_scale": softmax_scale, "causal": causal}
+        options = {"softmax_scale": softmax_scale, **options}
         return tuple(glue.attention_backward(dout, q, k, v, out, lse, dlse, options, deterministic))
-    results = _call(arrays.common_kind(given), given, softmax_scale, causal, backward=True, deterministic=deterministic)
+    scalars = _split(options, given)
+    kind = arrays.common_kind(given)
+    results = _call(kind, given, softmax_scale, scalars, backward=True, deterministic=deterministic)
     return results["dq"], results["dk"], results["dv"]
 
 
 entry.forward, entry.backward = flash_attention, flash_attention_backward
 
 
-def explain(q, k, v, *, softmax_scale=None, causal=False, backward=False, deterministic=False, gpu=None):
+def explain(
+    q,
+    k,
+    v,
+    *,
+    softmax_scale=None,
+    causal=False,
+    window=(None, None),
+    softcap=None,
+    alibi_slopes=None,
+    backward=False,
+    deterministic=False,
+    gpu=None,
+):
     """What a call would run, why, and what the hardware could do at best. Nothing is launched.
 
     Parameters
     ----------
-    q, k, v, softmax_scale, causal
+    q, k, v, softmax_scale, causal, window, softcap, alibi_slopes
         As for `flash_attention`.
     backward : bool
         Explain `flash_attention_backward`, with contiguous dout and out.
@@ -140,14 +192,16 @@ def explain(q, k, v, *, softmax_scale=None, causal=False, backward=False, determ
     Explanation
         Print it to read it; its attributes hold the plan and the figures.
     """
+    options = {"causal": causal, "window": window, "softcap": softcap, "alibi_slopes": alibi_slopes}
     given = {"q": q, "k": k, "v": v}
+    scalars = _split(options, given)
     kind = arrays.common_kind(given)
     seen = arrays.Inspected(kind, given)
     tensors = _tensors(kind, seen.keys)
-    options = {"softmax_scale": softmax_scale, "options": {"causal": causal}}
-    made = problem.make(tensors, backward=False, wants_lse=True, **options)
+    call = {"softmax_scale": softmax_scale, "options": scalars}
+    made = problem.make(tensors, backward=False, wants_lse=True, **call)
     if backward:
-        made = problem.make(problem.backward_tensors(made), backward=True, deterministic=deterministic, **options)
+        made = problem.make(problem.backward_tensors(made), backward=True, deterministic=deterministic, **call)
     here = device.present(seen.device_id) if kind.gpu else None
     return explanation.explain(made, here if gpu is None else device.named(gpu), debug.FAMILIES or FAMILIES)
 
@@ -167,6 +221,13 @@ _prepared: dict[tuple, _Prepared] = {}
 _MAX_PREPARED = 4096
 
 
+def _split(options: dict[str, object], given: dict[str, object]) -> dict[str, object]:
+    """The scalars among a call's options that are on, checked; the arrays join those that are `given`."""
+    on = features.check(options)
+    given |= {name: value for name, value in on.items() if features.BY_NAME[name].is_array}
+    return {name: value for name, value in on.items() if name not in given}
+
+
 def _tensors(kind: arrays.Kind, keys: dict[str, arrays.Key]) -> dict[str, problem.Tensor]:
     tensors = {}
     for name, key in keys.items():
@@ -177,14 +238,14 @@ def _tensors(kind: arrays.Kind, keys: dict[str, arrays.Key]) -> dict[str, proble
     return tensors
 
 
-def _prepare(kind, seen, softmax_scale, causal, backward, wants_lse, deterministic) -> _Prepared:
+def _prepare(kind, seen, softmax_scale, scalars, backward, wants_lse, deterministic) -> _Prepared:
     made = problem.make(
         _tensors(kind, seen.keys),
         backward=backward,
         softmax_scale=softmax_scale,
         deterministic=deterministic,
         wants_lse=wants_lse,
-        options={"causal": causal},
+        options=dict(scalars),
     )
     executable = None
     if kind.gpu:
@@ -198,7 +259,7 @@ def _call(
     kind: arrays.Kind,
     given: dict[str, object],
     softmax_scale: object,
-    causal: object,
+    scalars: dict[str, object],
     *,
     backward: bool = False,
     wants_lse: bool = False,
@@ -207,9 +268,7 @@ def _call(
     """Check, plan and run one call. Returns the arrays that it made, of the caller's kind, by name."""
     seen = arrays.Inspected(kind, given)
     softmax_scale = problem.check_scale(softmax_scale)
-    if causal is not True and causal is not False:
-        causal = bool(features.check({"causal": causal}))
-    flags = (softmax_scale, causal, backward, wants_lse, deterministic)
+    flags = (softmax_scale, tuple(scalars.items()), backward, wants_lse, deterministic)
     call = (kind.name, seen.device_id, *seen.keys, *seen.keys.values(), *flags, debug.FAMILIES)
     prepared = _prepared.get(call)
     if prepared is None:
@@ -233,8 +292,9 @@ def _run_numpy(made: problem.Problem, views: dict[str, object]) -> None:
     run, names = cpu.forward, ("q", "k", "v", "o", "lse")
     if made.backward:
         run, names = cpu.backward, ("dout", "q", "k", "v", "o", "lse", "dlse", "dq", "dk", "dv")
-    on = {f.name: f.default for f in features.FEATURES} | dict(made.options)
-    run(*(views.get(name) for name in names), softmax_scale=made.softmax_scale, **on)
+    on = {**dict(made.options), **views}
+    on = {name: on[name] for name in features.BY_NAME if name in on}
+    run(*(views.get(name) for name in names), softmax_scale=made.softmax_scale, on=on)
 
 
 def _launch(kind: arrays.Kind, executable: Executable, seen: arrays.Inspected, made: dict, like: object) -> None:

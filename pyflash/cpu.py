@@ -12,6 +12,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from . import features
+from .features import Place, Sizes
 from .reference import select_matmul
 
 # Measured on two cores, forward, seqlen 512 and 2048, head_dim 64 and 128: of 128 x 512, 256 x 512, 512 x 512 and
@@ -21,20 +23,22 @@ _TILE_COLUMNS = 1024  # keys
 _STACK_SCORES = _TILE_ROWS * _TILE_COLUMNS  # of all tiles in a stack: 1 MiB in float32, the size of a core's L2
 
 
-def forward(q, k, v, out, lse, *, softmax_scale: float, causal: bool) -> None:
-    """Write softmax(softmax_scale * q k^T) v into `out`, and its log-sum-exp into `lse` unless that is None."""
+def forward(q, k, v, out, lse, *, softmax_scale: float, on: dict[str, object]) -> None:
+    """Write softmax(score(softmax_scale * q k^T)) v into `out`, and its log-sum-exp into `lse` unless that is None.
+    `on` holds the features that are on, scalars and arrays."""
     scale = _real(q)(softmax_scale)
     with np.errstate(all="ignore"):
-        for stack in _stacks(q, k):
+        for stack in _stacks(q, k, on):
             k_stack, v_stack = stack.kv_rows(k), stack.kv_rows(v)
             for m in _tiles(q.shape[1], stack.tile_m):
                 q_tile = stack.q_rows(q, m)
                 acc = np.zeros((*q_tile.shape[:-1], v.shape[3]), q_tile.dtype)
                 row_max = np.full((*q_tile.shape[:-1], 1), -np.inf, q_tile.dtype)
                 row_sum = np.zeros_like(row_max)
-                for n, visible in _visited(m, q.shape[1], k.shape[1], causal, stack.group):
+                for n, visible in stack.visited(m):
                     s = q_tile @ k_stack[:, :, n].swapaxes(-1, -2)
                     s *= scale
+                    s = stack.score(s, m, n)
                     if visible is not None:
                         np.copyto(s, -np.inf, where=~visible)
                     new_max = np.maximum(row_max, s.max(-1, keepdims=True))
@@ -53,11 +57,11 @@ def forward(q, k, v, out, lse, *, softmax_scale: float, causal: bool) -> None:
                     stack.store_statistic(lse, m, row_max + np.log(row_sum))
 
 
-def backward(dout, q, k, v, out, lse, dlse, dq, dk, dv, *, softmax_scale: float, causal: bool) -> None:
+def backward(dout, q, k, v, out, lse, dlse, dq, dk, dv, *, softmax_scale: float, on: dict[str, object]) -> None:
     """Write the gradients into `dq`, `dk`, `dv`, recomputing the probabilities from `lse`. `dlse` may be None."""
     scale = _real(q)(softmax_scale)
     with np.errstate(all="ignore"):
-        for stack in _stacks(q, k):
+        for stack in _stacks(q, k, on):
             k_stack, v_stack = stack.kv_rows(k), stack.kv_rows(v)
             dk_stack, dv_stack = np.zeros_like(k_stack), np.zeros_like(v_stack)
             for m in _tiles(q.shape[1], stack.tile_m):
@@ -69,16 +73,19 @@ def backward(dout, q, k, v, out, lse, dlse, dq, dk, dv, *, softmax_scale: float,
                 shift = stack.statistic(lse, m)
                 np.copyto(shift, np.inf, where=shift == -np.inf)  # a row with no visible key: p = 0
                 dq_tile = np.zeros_like(q_tile)
-                for n, visible in _visited(m, q.shape[1], k.shape[1], causal, stack.group):
-                    transposed = None if visible is None else visible.T
+                for n, visible in stack.visited(m):
+                    transposed = None if visible is None else visible.swapaxes(-1, -2)
                     k_tile, v_tile = k_stack[:, :, n], v_stack[:, :, n]
                     s = q_tile @ k_tile.swapaxes(-1, -2)
                     s *= scale
+                    slope = stack.slope(s, m, n)
+                    s = stack.score(s, m, n)
                     s -= shift
                     p = np.exp(s, out=s)
                     ds = dout_tile @ v_tile.swapaxes(-1, -2)
                     ds -= delta
                     ds *= p
+                    ds *= slope
                     if visible is not None:
                         np.copyto(p, 0, where=~visible)
                         np.copyto(ds, 0, where=~visible)
@@ -94,10 +101,11 @@ class _Stack:
     """Some batches and kv heads, taken together. Rows are stacked (batches, kv heads, rows, head_dim), where the rows
     of a tile of queries are those of each query head of the group in turn."""
 
-    def __init__(self, batches: slice, heads: slice, group: int, tile_m: int, real):
+    def __init__(self, batches: slice, heads: slice, group: int, tile_m: int, real, sizes: Sizes, on):
         self.group, self.tile_m, self.real = group, tile_m, real
         self.batches, self.kv_heads = batches, heads
         self.q_heads = slice(heads.start * group, heads.stop * group)
+        self.sizes, self.on = sizes, on
 
     def kv_rows(self, a):
         return np.ascontiguousarray(a[self.batches, :, self.kv_heads].swapaxes(1, 2), self.real)
@@ -121,39 +129,63 @@ class _Stack:
         target = a[self.batches, self.q_heads, m]
         target[...] = rows.reshape(target.shape)
 
+    def visited(self, m: slice) -> Iterator[tuple[slice, object]]:
+        """The tiles of keys that the queries `m` see, each with which row sees which key (None: all see all)."""
+        seqlen_k = self.sizes.seqlen_k
+        low, high = features.band(self.on, self.sizes.seqlen_q, seqlen_k)
+        begin = 0 if low is None else max(m.start + low, 0)
+        end = seqlen_k if high is None else min(m.stop + high, seqlen_k)
+        by_position = features.hides_by_position_only(self.on)
+        for n in _tiles(end, _TILE_COLUMNS, begin // _TILE_COLUMNS * _TILE_COLUMNS):
+            inside = (low is None or n.start >= m.stop - 1 + low) and (high is None or n.stop <= m.start + high + 1)
+            visible = None if by_position and inside else features.visible(self.on, self._place(m, n))
+            yield n, None if visible is None else self._of_rows(visible)
+
+    def score(self, s, m: slice, n: slice):
+        """A tile of scores, modified."""
+        by_head = s.reshape(s.shape[0], -1, m.stop - m.start, s.shape[-1])
+        return features.score(self.on, by_head, self._place(m, n)).reshape(s.shape)
+
+    def slope(self, s, m: slice, n: slice):
+        """Its derivative, of a tile before it."""
+        by_head = s.reshape(s.shape[0], -1, m.stop - m.start, s.shape[-1])
+        slope = features.slope(self.on, by_head, self._place(m, n))
+        return slope if np.isscalar(slope) else slope.reshape(s.shape)
+
+    def _place(self, m: slice, n: slice) -> Place:
+        return Place(self.batches, self.q_heads, m, n, self.sizes)
+
+    def _of_rows(self, elements):
+        """What is known of (batches, query heads, queries, keys), or of all heads, stacked."""
+        if elements.ndim == 2:
+            return np.tile(elements, (self.group, 1))
+        heads = self.q_heads.stop - self.q_heads.start
+        elements = np.broadcast_to(elements, (elements.shape[0], heads, *elements.shape[2:]))
+        return elements.reshape(elements.shape[0], heads // self.group, -1, elements.shape[-1])
+
     def _stacked(self, a):
         batches, heads, seqlen, width = a.shape
         rows = np.array(a, self.real, order="C")
         return rows.reshape(batches, heads // self.group, self.group * seqlen, width)
 
 
-def _stacks(q, k) -> Iterator[_Stack]:
+def _stacks(q, k, on: dict[str, object]) -> Iterator[_Stack]:
     """Cut the problem into stacks whose tiles fit the cache together. None if there is nothing to compute."""
     batch, seqlen_q, heads_q, _ = q.shape
     seqlen_k, heads_kv = k.shape[1:3]
     group = heads_q // heads_kv
     tile_m = max(1, min(_TILE_ROWS // group, seqlen_q))
     scores = group * tile_m * max(1, min(_TILE_COLUMNS, seqlen_k))
+    sizes = Sizes(batch, heads_q, seqlen_q, seqlen_k)
     heads = min(heads_kv, max(1, _STACK_SCORES // scores))
     batches = max(1, _STACK_SCORES // (scores * heads)) if heads == heads_kv else 1
     for b in _tiles(batch, batches):
         for h in _tiles(heads_kv, heads):
-            yield _Stack(b, h, group, tile_m, _real(q))
+            yield _Stack(b, h, group, tile_m, _real(q), sizes, on)
 
 
-def _visited(m: slice, seqlen_q: int, seqlen_k: int, causal: bool, group: int) -> Iterator[tuple[slice, object]]:
-    """The tiles of keys that the queries `m` see, each with which row sees which key (None: all see all)."""
-    shift = seqlen_k - seqlen_q if causal else seqlen_k  # query i sees the keys up to i + shift
-    for n in _tiles(min(seqlen_k, m.stop + shift), _TILE_COLUMNS):
-        if n.stop <= m.start + shift + 1:
-            yield n, None
-        else:
-            visible = np.arange(n.start, n.stop) <= np.arange(m.start, m.stop)[:, None] + shift
-            yield n, np.tile(visible, (group, 1))
-
-
-def _tiles(length: int, size: int) -> Iterator[slice]:
-    return (slice(start, min(start + size, length)) for start in range(0, length, size))
+def _tiles(end: int, size: int, begin: int = 0) -> Iterator[slice]:
+    return (slice(start, min(start + size, end)) for start in range(begin, end, size))
 
 
 def _matmul(weights, rows, visible):

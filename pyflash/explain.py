@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from . import features
 from .device import Device
 from .plan import Launch, Plan
 from .plan import plan as make_plan
-from .problem import DTYPES, Problem
+from .problem import DTYPES, ITEMSIZES, Problem
 from .tiles import FAMILIES, KERNELS, Row
 
 
@@ -66,18 +67,25 @@ def explain(problem: Problem, device: Device | None, families: tuple[str, ...] =
         plan=make_plan(problem, device, families) if device else None,
         visible_pairs=pairs,
         flops=pairs * per_pair,
-        least_bytes=sum(math.prod(t.shape) * DTYPES[t.dtype].itemsize for t in tensors),
+        least_bytes=sum(math.prod(t.shape) * ITEMSIZES[t.dtype] for t in tensors),
         score_bytes=problem.batch * problem.num_heads_q * problem.seqlen_q * problem.seqlen_k * problem.dtype.itemsize,
     )
 
 
 def _visible_pairs(problem: Problem) -> int:
     """(query, key) pairs of one head that the mask leaves."""
-    if not problem.option("causal"):
-        return problem.seqlen_q * problem.seqlen_k
-    # Query i sees i + 1 + seqlen_k - seqlen_q keys, if that is more than none.
-    first, last = max(problem.seqlen_k - problem.seqlen_q + 1, 1), problem.seqlen_k
-    return (first + last) * (last - first + 1) // 2
+    seqlen_q, seqlen_k = problem.seqlen_q, problem.seqlen_k
+
+    def up_to(bound: int | None) -> int:
+        """Pairs of query i and key j <= i + bound."""
+        if bound is None:
+            return seqlen_q * seqlen_k
+        first, last = bound + 1, bound + seqlen_q  # keys of the first and the last query, were there so many
+        low, high = max(first, 1), min(last, seqlen_k)
+        return (low + high) * max(high - low + 1, 0) // 2 + seqlen_k * max(last - max(seqlen_k, first - 1), 0)
+
+    low, high = features.band(problem.on, seqlen_q, seqlen_k)
+    return up_to(high) - (0 if low is None else up_to(low - 1))
 
 
 def tile_row(launch: Launch) -> Row:
@@ -90,7 +98,7 @@ def tile_row(launch: Launch) -> Row:
         for row in KERNELS[launch.kernel].rows
         if tuple(cfg[f] for f in fields) == (row.tile_m, row.tile_n, row.threads, row.stages, row.min_ctas)
         and max(cfg["TILE_D"], cfg["TILE_DV"]) <= row.head_dim
-        and row.causal in (None, cfg["CAUSAL"])
+        and row.causal in (None, features.banded(cfg))
         and row.itemsize in (None, itemsize)
         and all(cfg[name] == value for name, value in row.knobs)
     )

@@ -1,43 +1,319 @@
 """The table of mask and score features: each is stated once, here, and once for the kernels, in `mask.cuh`.
 
-A row gives a keyword argument of the public functions, its default, its validation, the flag that compiles it into
-the kernels, and its term in the oracle. Everything else loops over the table.
+A row gives a keyword argument of the public functions, its validation, the flags that compile it into the kernels, its
+kernel arguments, the kernels that take it, and its term in NumPy, for the oracle and the NumPy path. Everything else
+loops over the table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import operator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+LOG2_E = math.log2(math.e)
+SIMT, SM80, SM90 = (("fwd_simt", "bwd_simt"), ("fwd_sm80", "bwd_sm80"), ("fwd_sm90", "bwd_sm90"))
 
 
 @dataclass(frozen=True)
+class Field:
+    """A kernel argument."""
+
+    name: str
+    kind: str  # a key of params._CTYPES, or "real"
+    c_type: str  # how the kernel sees it; {real} is float or double
+    note: str
+    count: int = 1
+
+
+class Sizes(NamedTuple):
+    """The score matrix of a call."""
+
+    batch: int
+    heads_q: int
+    seqlen_q: int
+    seqlen_k: int
+
+
+class Place(NamedTuple):
+    """A part of the score matrix, whose elements are (batch, head, query, key)."""
+
+    batches: slice
+    heads: slice
+    queries: slice
+    keys: slice
+    sizes: Sizes
+
+    @classmethod
+    def whole(cls, sizes: Sizes) -> Place:
+        return cls(*(slice(0, size) for size in sizes), sizes)
+
+    def indices(self) -> tuple[np.ndarray, ...]:
+        """Of each axis, shaped to broadcast against the part."""
+        return tuple(
+            np.arange(part.start, part.stop).reshape(-1, *[1] * (3 - axis)) for axis, part in enumerate(self[:4])
+        )
+
+    def of(self, array: np.ndarray) -> np.ndarray:
+        """The part of an array that broadcasts to the matrix."""
+        array = array.reshape(*[1] * (4 - array.ndim), *array.shape)
+        return array[tuple(part if n > 1 else slice(None) for part, n in zip(self[:4], array.shape, strict=True))]
+
+
 class Feature:
+    """A row, off where its argument has the default. What a row does not say, it does not do."""
+
     name: str  # the keyword argument
-    default: object  # the value that turns it off
-    check: Callable[[object], object]  # the value as the problem keeps it; raises what the user should read
-    flag: str  # cfg:: constant, true where the feature is on
-    visible: Callable[..., object]  # oracle: (value, i, j, seqlen_q, seqlen_k) -> which query i sees which key j
+    default: object = None
+    takes: str  # what the argument takes, for messages and the documentation
+    is_array = False
+    changes_scores = False  # whether there is a score()
+    hides_anywhere = False  # whether it hides keys apart from their position
+    flags: tuple[str, ...]  # cfg:: constants
+    fields: tuple[Field, ...] = ()
+    kernels: tuple[str, ...] = ()
+
+    def check(self, value: object) -> object:
+        """A scalar as the problem keeps it. Raises what the user should read."""
+        return value
+
+    def shape_error(self, shape: tuple[int, ...], sizes: Sizes) -> str | None:
+        """What an array's shape must be, if it is not."""
+        return None
+
+    def dtypes(self, dtype: str, real: str) -> tuple[str, ...]:
+        """Those that an array may have where q has `dtype`, which is computed in `real`."""
+        return (real,)
+
+    def flags_of(self, value: object) -> tuple[str, ...]:
+        """Those of `flags` that are true."""
+        return self.flags
+
+    def values(self, value: object, softmax_scale: float, sizes: Sizes) -> dict[str, object]:
+        """The kernel arguments besides addresses. `value` is the scalar, or what problem.Tensor says of the array."""
+        return {}
+
+    # ---- In NumPy. `value` is the scalar or the array.
+
+    def visible(self, value, at: Place) -> np.ndarray | None:
+        """Which elements are visible (None: all)."""
+        return None
+
+    def score(self, value, s: np.ndarray, at: Place) -> np.ndarray:
+        return s
+
+    def slope(self, value, s: np.ndarray, at: Place) -> np.ndarray | float:
+        """The derivative of score() at s."""
+        return 1.0
 
 
-def _flag(value: object) -> bool:
-    if isinstance(value, bool) or type(value).__name__ == "bool_" or type(value).__name__ == "bool":
-        return bool(value)
-    raise TypeError(f"causal: got {value!r}, takes True or False")
+def _fail(name: str, value: object, takes: str, error: type[Exception]):
+    raise error(f"{name}: got {value!r}, takes {takes}")
 
 
-FEATURES: tuple[Feature, ...] = (
-    Feature(
-        name="causal",
-        default=False,
-        check=_flag,
-        flag="CAUSAL",
-        visible=lambda value, i, j, seqlen_q, seqlen_k: j <= i + seqlen_k - seqlen_q,
-    ),
-)
+def _number(name: str, value: object, takes: str) -> float:
+    if type(value) is float:
+        return value
+    try:
+        return float(_fail(name, value, takes, TypeError) if isinstance(value, (bool, str)) else value)
+    except (TypeError, ValueError):
+        _fail(name, value, takes, TypeError)
 
 
-def check(options: dict[str, object]) -> tuple[tuple[str, object], ...]:
-    """The features that are on, with their checked values, in the order of the table."""
-    checked = ((f.name, f.check(options[f.name])) for f in FEATURES if f.name in options)
-    defaults = {f.name: f.default for f in FEATURES}
-    return tuple((name, value) for name, value in checked if value != defaults[name])
+class _Causal(Feature):
+    name, default, takes = "causal", False, "True or False"
+    flags = ("CAUSAL",)
+    kernels = SIMT + SM80 + SM90
+
+    def check(self, value):
+        if isinstance(value, bool) or type(value).__name__ in ("bool_", "bool"):
+            return bool(value)
+        _fail(self.name, value, self.takes, TypeError)
+
+    def visible(self, value, at):
+        return _in_band({self.name: value}, at)
+
+
+class _Window(Feature):
+    name, default = "window", (None, None)
+    takes = "(left, right), each None or an integer from 0 on"
+    flags = ("WINDOW_LEFT", "WINDOW_RIGHT")
+    kernels = SIMT + SM80 + SM90
+    fields = (
+        Field("window_left", "i32", "int", "keys that a query sees before that of its own position; WINDOW_LEFT"),
+        Field("window_right", "i32", "int", "and behind it; WINDOW_RIGHT"),
+    )
+
+    def check(self, value):
+        if not isinstance(value, (tuple, list)) or len(value) != 2:
+            _fail(self.name, value, self.takes, TypeError)
+        sides = []
+        for side in value:
+            try:
+                if isinstance(side, bool):
+                    raise TypeError
+                sides.append(None if side is None else operator.index(side))
+            except TypeError:
+                _fail(self.name, value, self.takes, TypeError)
+            if side is not None and side < 0:
+                _fail(self.name, value, self.takes, ValueError)
+        return tuple(sides)
+
+    def flags_of(self, value):
+        return tuple(flag for flag, side in zip(self.flags, value, strict=True) if side is not None)
+
+    def values(self, value, softmax_scale, sizes):
+        # More than all there are is as good as any such number, and none overflows in the kernels.
+        left, right = (0 if side is None else side for side in value)
+        return {"window_left": min(left, sizes.seqlen_k), "window_right": min(right, sizes.seqlen_q)}
+
+    def visible(self, value, at):
+        return _in_band({self.name: value}, at)
+
+
+class _Softcap(Feature):
+    name, takes = "softcap", "None or a finite number above 0"
+    changes_scores = True
+    flags = ("SOFTCAP",)
+    kernels = SIMT + SM80
+    fields = (
+        Field("softcap_in", "real", "{real}", "softmax_scale / softcap; SOFTCAP"),
+        Field("softcap_out", "real", "{real}", "softcap * log2(e)"),
+        Field("softcap_out_inverse", "real", "{real}", "1 / softcap_out"),
+    )
+
+    def check(self, value):
+        if value is None:
+            return None
+        number = _number(self.name, value, self.takes)
+        if not (math.isfinite(number) and number > 0):
+            _fail(self.name, value, self.takes, ValueError)
+        return number
+
+    def values(self, value, softmax_scale, sizes):
+        out = value * LOG2_E
+        return {"softcap_in": softmax_scale / value, "softcap_out": out, "softcap_out_inverse": 1 / out}
+
+    def score(self, value, s, at):
+        return s.dtype.type(value) * np.tanh(s / s.dtype.type(value))
+
+    def slope(self, value, s, at):
+        return 1 - np.tanh(s / s.dtype.type(value)) ** 2
+
+
+class _AlibiSlopes(Feature):
+    name, takes = "alibi_slopes", "None or an array (heads_q,) or (batch, heads_q)"
+    is_array = changes_scores = True
+    flags = ("ALIBI",)
+    kernels = SIMT + SM80
+    fields = (
+        Field("alibi_slopes", "pointer", "const {real}*", "(batch, num_heads_q); ALIBI"),
+        Field("alibi_slopes_stride", "i64", "long long", "elements: batch, head", 2),
+    )
+
+    def shape_error(self, shape, sizes):
+        allowed = (sizes.heads_q,), (sizes.batch, sizes.heads_q)
+        return None if shape in allowed else f"{allowed[0]} or {allowed[1]}: (heads_q,) or (batch, heads_q)"
+
+    def values(self, value, softmax_scale, sizes):
+        return {"alibi_slopes_stride": (0, *value.strides)[-2:]}
+
+    def score(self, value, s, at):
+        _, _, i, j = at.indices()
+        slopes = at.of(np.asarray(value, s.dtype)[..., None, None])
+        return s - slopes * np.abs(i + at.sizes.seqlen_k - at.sizes.seqlen_q - j).astype(s.dtype)
+
+
+FEATURES: tuple[Feature, ...] = (_Causal(), _Window(), _Softcap(), _AlibiSlopes())
+BY_NAME = {feature.name: feature for feature in FEATURES}
+DEFAULTS = {feature.name: feature.default for feature in FEATURES}
+FIELDS = tuple(field for feature in FEATURES for field in feature.fields)
+
+
+def check(options: Mapping[str, object]) -> dict[str, object]:
+    """The features among `options` that are on, with their checked values, arrays as they are, in the order of the
+    table. A right bound of 0 is causal, however it was asked for."""
+    if unknown := options.keys() - BY_NAME.keys():
+        raise TypeError(f"unknown options {sorted(unknown)}, takes {sorted(BY_NAME)}")
+    on = {}
+    for feature in FEATURES:
+        value = options.get(feature.name, feature.default)
+        if value is not feature.default:
+            value = value if feature.is_array else feature.check(value)
+            if feature.is_array or value != feature.default:
+                on[feature.name] = value
+    left, right = on.pop("window", (None, None))
+    if right == 0 or (right is not None and "causal" in on):
+        on, right = {"causal": True, **on}, None
+    if (left, right) != (None, None):
+        causal = {"causal": on.pop("causal")} if "causal" in on else {}
+        on = {**causal, "window": (left, right), **on}
+    return on
+
+
+def band(on: Mapping[str, object], seqlen_q: int, seqlen_k: int) -> tuple[int | None, int | None]:
+    """(low, high): by causal and window, query i sees the keys from i + low to i + high. None is no bound."""
+    left, right = on.get("window", (None, None))
+    right = 0 if on.get("causal") else right
+    shift = seqlen_k - seqlen_q
+    return None if left is None else shift - left, None if right is None else shift + right
+
+
+def _in_band(on: Mapping[str, object], at: Place) -> np.ndarray:
+    low, high = band(on, at.sizes.seqlen_q, at.sizes.seqlen_k)
+    _, _, i, j = at.indices()
+    seen = np.ones((i.size, j.size), bool)
+    if low is not None:
+        seen &= j >= i + low
+    if high is not None:
+        seen &= j <= i + high
+    return seen
+
+
+def banded(flags: Mapping[str, object]) -> bool:
+    """Whether flags are those of a program in which what a query sees depends on its position."""
+    return any(flags.get(flag) for name in ("causal", "window") for flag in BY_NAME[name].flags)
+
+
+def flags(on: Mapping[str, object]) -> dict[str, bool]:
+    """Every flag of the table."""
+    true = {flag for name, value in on.items() for flag in BY_NAME[name].flags_of(value)}
+    return {flag: flag in true for feature in FEATURES for flag in feature.flags}
+
+
+def changes_scores(on: Iterable[str]) -> bool:
+    return any(BY_NAME[name].changes_scores for name in on)
+
+
+def hides_by_position_only(on: Iterable[str]) -> bool:
+    return not any(BY_NAME[name].hides_anywhere for name in on)
+
+
+def visible(on: Mapping[str, object], at: Place) -> np.ndarray | None:
+    """Which elements are visible, (queries, keys) or with batches and heads in front; None: all."""
+    parts = [BY_NAME[name].visible(value, at) for name, value in on.items()]
+    parts = [part for part in parts if part is not None]
+    seen = parts[0] if parts else None
+    for part in parts[1:]:
+        seen = seen & part
+    return seen
+
+
+def score(on: Mapping[str, object], s: np.ndarray, at: Place) -> np.ndarray:
+    """softmax_scale * q.k, modified. s is (batches, heads, queries, keys)."""
+    for name, value in on.items():
+        s = BY_NAME[name].score(value, s, at)
+    return s
+
+
+def slope(on: Mapping[str, object], s: np.ndarray, at: Place) -> np.ndarray | float:
+    """The derivative of score() at s."""
+    total = 1.0
+    for name, value in on.items():
+        total = total * BY_NAME[name].slope(value, s, at)
+        s = BY_NAME[name].score(value, s, at)
+    return total

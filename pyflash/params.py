@@ -6,18 +6,12 @@ import struct
 from dataclasses import dataclass
 from functools import cache
 
+from . import features
+from .features import Field
+
 # C type -> (struct format, bytes, alignment). "real" is float, or double for float64 problems.
 _CTYPES = {"pointer": ("Q", 8, 8), "i64": ("q", 8, 8), "i32": ("i", 4, 4), "float": ("f", 4, 4), "double": ("d", 8, 8),
            "tensor_map": ("128s", 128, 64)}
-
-
-@dataclass(frozen=True)
-class Field:
-    name: str
-    kind: str  # a key of _CTYPES, or "real"
-    c_type: str  # how the kernel sees it; {real} is float or double
-    note: str
-    count: int = 1
 
 
 def _tensor(name: str, heads: str, seqlen: str, dim: str, *, const: bool) -> tuple[Field, ...]:
@@ -75,20 +69,21 @@ def _map(name: str, box: str) -> Field:
 
 
 TABLES: dict[str, tuple[Field, ...]] = {
-    "fwd_simt": _FORWARD,
-    "fwd_sm80": _FORWARD,
+    "fwd_simt": _FORWARD + features.FIELDS,
+    "fwd_sm80": _FORWARD + features.FIELDS,
     "fwd_sm90": (
         _map("q", "64 x 64"), _map("k", "64 x TILE_N"), _map("v", "64 x TILE_N"),
         *_FORWARD,
         Field("tile_counter", "pointer", "int*", "(2,) output tiles and CTAs done, zero at launch, left zero; DYNAMIC"),
         Field("heads_per_section", "i32", "int", "heads whose k and v share L2: the inner loop of the tile order"),
         Field("num_tiles", "i32", "int", "output tiles in all"),
+        *features.FIELDS,
     ),
-    "bwd_simt": _BACKWARD,
-    "bwd_sm80": _BACKWARD,
+    "bwd_simt": _BACKWARD + features.FIELDS,
+    "bwd_sm80": _BACKWARD + features.FIELDS,
     "bwd_sm90": (
         _map("q", "64 x TILE_M"), _map("k", "64 x TILE_N"), _map("v", "64 x TILE_N"), _map("dout", "64 x TILE_M"),
-        *_BACKWARD,
+        *_BACKWARD, *features.FIELDS,
     ),
     "bwd_delta": (
         *_tensor("o", *_O, const=True), *_DOUT,
@@ -104,9 +99,15 @@ TABLES: dict[str, tuple[Field, ...]] = {
 }
 
 
+def computes_scores(kernel: str) -> bool:
+    """Whether a kernel has the arguments of the features."""
+    return features.FIELDS[0] in TABLES[kernel]
+
+
 def strided_tensors(kernel: str) -> tuple[str, ...]:
     """The (batch, seqlen, heads, head_dim) arrays of a kernel."""
-    return tuple(f.name.removesuffix("_stride") for f in TABLES[kernel] if f.name.endswith("_stride") and f.count == 4)
+    own = (f for f in TABLES[kernel] if f not in features.FIELDS)
+    return tuple(f.name.removesuffix("_stride") for f in own if f.name.endswith("_stride") and f.count == 4)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,7 +11,6 @@ from .errors import Unsupported
 from .problem import Problem, Tensor
 from .tiles import FAMILIES, KERNELS, Kernel, Row
 
-LOG2_E = math.log2(math.e)
 _WORKSPACE_ALIGNMENT = 256
 _MAX_GRID = 2**31 - 1
 
@@ -76,7 +74,7 @@ def _row(problem: Problem, kernel: Kernel, device: Device) -> Row | None:
     for row in kernel.rows:
         if (
             max(dims) <= row.head_dim
-            and row.causal in (None, bool(problem.option("causal")))
+            and row.causal in (None, problem.banded)
             and row.itemsize in (None, problem.dtype.itemsize)
             and row.min_seqlen_q <= problem.seqlen_q
             and row.min_smem <= device.smem_bytes
@@ -90,8 +88,8 @@ def _tma_obstacle(problem: Problem) -> str | None:
     """Why TMA cannot describe some tensor of the problem, if so."""
     if not problem.seqlen_k:
         return "seqlen_k is 0"
-    for name, tensor in problem.tensors:
-        if len(tensor.shape) == 4 and not tensor.wide():
+    for name, tensor in problem.operands:
+        if not tensor.wide():
             return f"{name}'s address or strides are not multiples of 16 bytes, or its head_dim is not"
         if any(stride <= 0 and extent > 1 for stride, extent in zip(tensor.strides, tensor.shape, strict=True)):
             return f"{name} has a stride that is zero or negative"
@@ -105,6 +103,8 @@ def _obstacle(problem: Problem, device: Device, name: str) -> str | None:
         return "not written yet"
     if problem.dtype.name not in kernel.dtypes:
         return f"takes {' and '.join(kernel.dtypes)}"
+    if untaken := [feature for feature in problem.on if name not in features.BY_NAME[feature].kernels]:
+        return f"does not take {' and '.join(untaken)}"
     if kernel.only_capability not in (None, device.capability):
         return "made for compute capability {}.{} alone".format(*kernel.only_capability)
     if device.capability < kernel.min_capability:
@@ -148,7 +148,6 @@ def _sizes(problem: Problem, tile_m: int, tile_n: int) -> dict[str, int]:
 def _config(problem: Problem, name: str, row: Row, tensors: dict[str, Tensor]) -> dict[str, object]:
     kernel = KERNELS[name]
     tile_d, tile_dv = _padded(problem, kernel)
-    on = dict(problem.options)
     return {
         "Element": problem.dtype.element,
         "TILE_M": row.tile_m,
@@ -160,11 +159,15 @@ def _config(problem: Problem, name: str, row: Row, tensors: dict[str, Tensor]) -
         "MIN_CTAS": row.min_ctas,
         "STAGES": row.stages,
         **dict(row.knobs),
-        "SCALE_FIRST": problem.softmax_scale <= 0,
-        **{f.flag: f.name in on for f in features.FEATURES},
+        **(_score_config(problem) if params.computes_scores(name) else {}),
         **{f"WIDE_{n.upper()}": n not in tensors or tensors[n].wide() for n in params.strided_tensors(name)},
         "SMEM_BYTES": kernel.smem_bytes(row, tile_d, tile_dv, problem.dtype.itemsize),
     }
+
+
+def _score_config(problem: Problem) -> dict[str, object]:
+    scaled_first = problem.softmax_scale <= 0 or features.changes_scores(problem.on)
+    return {"SCALE_FIRST": scaled_first, **features.flags(problem.on)}
 
 
 def _launch(
@@ -185,7 +188,11 @@ def _launch(
         raise Unsupported(f"{name} has no tile for {problem} on {device.name}")
     constants = {**_config(problem, name, row, arrays), **(config or {})}
     sizes = _sizes(problem, row.tile_m, row.tile_n)
-    scales = {"softmax_scale": problem.softmax_scale, "scale_log2": problem.softmax_scale * LOG2_E}
+    common = {"softmax_scale": problem.softmax_scale, "scale_log2": problem.softmax_scale * features.LOG2_E}
+    for feature, value in problem.on.items():
+        common |= features.BY_NAME[feature].values(value, problem.softmax_scale, problem.sizes)
+    known = params.layout(name, problem.dtype.real).offsets
+    on_arrays = tuple(n for n in problem.on if features.BY_NAME[n].is_array and n in known)
     return Launch(
         kernel=name,
         real=problem.dtype.real,
@@ -198,10 +205,10 @@ def _launch(
                 **{f"{n}_stride": t.strides for n, t in arrays.items()},
                 **sizes,
                 **(values or {}),
-                **{n: x for n, x in scales.items() if n in params.layout(name, problem.dtype.real).offsets},
+                **{n: x for n, x in common.items() if n in known},
             }.items()
         ),
-        arrays=tuple((n, n) for n in (*arrays, *pointers)),
+        arrays=tuple((n, n) for n in (*arrays, *pointers, *on_arrays)),
         tensor_maps=tuple((tensor_maps or {}).items()),
     )
 
@@ -222,8 +229,8 @@ def _finish(
             raise Unsupported(f"{launch.kernel} would need {launch.grid} CTAs for {problem}; a grid holds {_MAX_GRID}")
     slow = tuple(
         f"{name}: element-wise access, because its address, strides or head_dim are not multiples of 16 bytes"
-        for name, tensor in problem.tensors
-        if len(tensor.shape) == 4 and not tensor.wide()
+        for name, tensor in problem.operands
+        if not tensor.wide()
     )
     return Plan(problem, family, tuple(x for x in launches if x.grid), _workspace(workspace), notes + slow)
 
@@ -254,7 +261,7 @@ def _section_bytes(group_bytes: int) -> int:
 
 def _heads_per_section(problem: Problem) -> int:
     """How many query heads have their tiles ordered together, longest first: those whose k and v share L2."""
-    if not problem.option("causal"):
+    if not problem.banded:
         return 1  # all tiles are equally long: those of one head follow each other
     groups = problem.batch * problem.num_heads_kv
     group_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize

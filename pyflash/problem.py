@@ -29,6 +29,7 @@ DTYPES = {
     )
 }
 REAL_DTYPES = {"float": "float32", "double": "float64"}
+ITEMSIZES = {"bool": 1, **{row.name: row.itemsize for row in DTYPES.values()}}
 
 
 class Tensor(NamedTuple):
@@ -81,7 +82,7 @@ class Problem:
     head_dim: int
     head_dim_v: int
     softmax_scale: float
-    options: tuple[tuple[str, object], ...]  # the features that are on
+    options: tuple[tuple[str, object], ...]  # the scalar features that are on
     tensors: tuple[tuple[str, Tensor], ...]
     outputs: tuple[str, ...]  # those of `tensors` that the call makes
     deterministic: bool = False
@@ -89,6 +90,26 @@ class Problem:
     @property
     def qheads_per_kv(self) -> int:
         return self.num_heads_q // self.num_heads_kv
+
+    @property
+    def operands(self) -> tuple[tuple[str, Tensor], ...]:
+        """The (batch, seqlen, heads, head_dim) tensors."""
+        return tuple((name, t) for name, t in self.tensors if name in _OPERANDS)
+
+    @property
+    def on(self) -> dict[str, object]:
+        """The features that are on, each with its value: the scalar, or what is known of the array."""
+        on = {**dict(self.options), **dict(self.tensors)}
+        return {name: on[name] for name in features.BY_NAME if name in on}
+
+    @property
+    def sizes(self) -> features.Sizes:
+        return features.Sizes(self.batch, self.num_heads_q, self.seqlen_q, self.seqlen_k)
+
+    @property
+    def banded(self) -> bool:
+        """Whether what a query sees depends on its position."""
+        return features.band(self.on, 0, 0) != (None, None)
 
     def option(self, name: str) -> object:
         return dict(self.options).get(name)
@@ -148,11 +169,19 @@ class _Checker:
         if self.tensors[name].dtype != dtype:
             self.fail(name, f"dtype {self.tensors[name].dtype}", f"{dtype}{whose}", TypeError)
 
+    def feature(self, feature: features.Feature, dtype: Dtype, sizes: features.Sizes) -> None:
+        tensor, dtypes = self.tensors[feature.name], feature.dtypes(dtype.name, REAL_DTYPES[dtype.real])
+        if tensor.dtype not in dtypes:
+            self.fail(feature.name, f"dtype {tensor.dtype}", f"{' or '.join(dtypes)} for {dtype.name} inputs", TypeError)
+        if takes := feature.shape_error(tensor.shape, sizes):
+            self.fail(feature.name, f"shape {tensor.shape}", takes)
+
     def shape(self, name: str, shape: tuple[int, ...], layout: str) -> None:
         if self.tensors[name].shape != shape:
             self.fail(name, f"shape {self.tensors[name].shape}", f"{shape}: {layout}")
 
 
+_OPERANDS = ("q", "k", "v", "o", "dout", "dq", "dk", "dv")
 _LAYOUT = "(batch, seqlen, heads, head_dim)"
 _ROWS = "(batch, heads_q, seqlen_q)"
 
@@ -168,9 +197,10 @@ def make(
 ) -> Problem:
     """Check a call and turn it into a Problem, whose `tensors` are those given and the outputs.
 
-    `tensors` holds q, k, v; for a forward the o to write to, if any; for a backward dout, o, lse, and dlse, if any.
+    `tensors` holds q, k, v; for a forward the o to write to, if any; for a backward dout, o, lse, and dlse, if any;
+    and the arrays of features. `options` holds their scalars.
     """
-    on, scale = features.check(options or {}), check_scale(softmax_scale)
+    on, scale = tuple(features.check(options or {}).items()), check_scale(softmax_scale)
     check = _Checker(tensors, describe(tensors, softmax_scale, on))
     q, k, v = (tensors[name] for name in "qkv")
     for name in "qkv":
@@ -208,6 +238,9 @@ def make(
             check.shape(name, rows, _ROWS)
     if not backward and "o" in tensors and tensors["o"].overlaps_itself():
         check.fail("o", f"strides {tensors['o'].strides} for shape {outs}", "an array whose elements do not overlap")
+    sizes = features.Sizes(batch, heads_q, seqlen_q, k.shape[1])
+    for name in tensors.keys() & features.BY_NAME.keys():
+        check.feature(features.BY_NAME[name], dtype, sizes)
     if backward:
         outputs = {f"d{name}": contiguous(tensors[name].shape, q.dtype) for name in "qkv"}
     else:
@@ -234,4 +267,5 @@ def make(
 def backward_tensors(forward: Problem) -> dict[str, Tensor]:
     """What `make` takes for the backward of a forward call that returned lse, with contiguous out and dout."""
     tensors = dict(forward.tensors)
-    return {**{name: tensors[name] for name in ("q", "k", "v", "o", "lse")}, "dout": tensors["o"]}
+    kept = ("q", "k", "v", "o", "lse", *(name for name in features.BY_NAME if name in tensors))
+    return {**{name: tensors[name] for name in kept}, "dout": tensors["o"]}

@@ -13,43 +13,60 @@ from __future__ import annotations
 import numpy as np
 
 from . import features
+from .features import Place, Sizes
 
 
 def attention(q, k, v, *, softmax_scale: float | None = None, **options):
-    """softmax(softmax_scale * q k^T) v and its log-sum-exp.
+    """softmax(score(softmax_scale * q k^T)) v and its log-sum-exp.
 
     Returns `out` (batch, seqlen_q, heads_q, head_dim_v) and `lse` (batch, heads_q, seqlen_q), both float64. A row
     that sees no key has out 0 and lse -inf.
     """
-    q, k, v = _grouped(q, k, v)
+    q, k, v = _by_head(q, k, v)
     with np.errstate(all="ignore"):
-        visible = visibility(q.shape[-2], k.shape[-2], options)
-        p, lse = _softmax(_scores(q, k, softmax_scale), visible)
-        out = select_matmul(p, v, visible)
-    return _ungrouped(out), lse.reshape(lse.shape[0], lse.shape[1] * lse.shape[2], lse.shape[3])
+        rows = _Rows(_scale(q, softmax_scale) * (q @ k.swapaxes(-1, -2)), options)
+        return rows.out(v).swapaxes(1, 2), rows.lse
 
 
 def attention_backward(dout, q, k, v, *, softmax_scale: float | None = None, dlse=None, **options):
     """The gradients dq, dk, dv of sum(out * dout) + sum(lse * dlse), float64, in the shapes of q, k, v."""
+    heads_kv = np.shape(k)[2]
+    q, dout, k, v = _by_head(q, dout, k, v)
     scale = _scale(q, softmax_scale)
-    q, dout, k, v = _grouped(q, dout, k, v)
     with np.errstate(all="ignore"):
-        visible = visibility(q.shape[-2], k.shape[-2], options)
-        p, lse = _softmax(_scores(q, k, scale), visible)
-        delta = (dout * select_matmul(p, v, visible)).sum(-1)
+        rows = _Rows(scale * (q @ k.swapaxes(-1, -2)), options)
+        delta = (dout * rows.out(v)).sum(-1)
         if dlse is not None:
-            delta = delta - np.asarray(dlse, np.float64).reshape(lse.shape)
-        dp = dout @ v.swapaxes(-1, -2)
-        ds = np.where(visible, p * (dp - delta[..., None]), 0.0)
+            delta = delta - np.asarray(dlse, np.float64)
+        visible, transposed = rows.visible, rows.visible.swapaxes(-1, -2)
+        ds = np.where(visible, rows.p * (dout @ v.swapaxes(-1, -2) - delta[..., None]), 0.0)
+        ds = np.where(visible, ds * rows.slope, 0.0)
         dq = scale * select_matmul(ds, k, visible)
-        # One kv head serves a whole group of query heads, and collects all their gradients.
-        dk = scale * select_matmul(ds.swapaxes(-1, -2), q, visible.T).sum(2, keepdims=True)
-        dv = select_matmul(p.swapaxes(-1, -2), dout, visible.T).sum(2, keepdims=True)
-    return _ungrouped(dq), _ungrouped(dk), _ungrouped(dv)
+        dk = scale * select_matmul(ds.swapaxes(-1, -2), q, transposed)
+        dv = select_matmul(rows.p.swapaxes(-1, -2), dout, transposed)
+    return dq.swapaxes(1, 2), _per_kv_head(dk, heads_kv), _per_kv_head(dv, heads_kv)
+
+
+class _Rows:
+    """Rows of scores, (batch, heads_q, seqlen_q, seqlen_k), and what becomes of them."""
+
+    def __init__(self, s, options: dict[str, object]):
+        on, whole = features.check(options), Place.whole(Sizes(*s.shape))
+        self.visible = visibility(Sizes(*s.shape), options)
+        self.slope = features.slope(on, s, whole)
+        s = np.where(self.visible, features.score(on, s, whole), -np.inf)
+        row_max = s.max(-1, keepdims=True, initial=-np.inf)
+        p = np.exp(s - np.where(row_max == -np.inf, 0.0, row_max))
+        row_sum = p.sum(-1, keepdims=True)
+        self.lse = (row_max + np.log(row_sum))[..., 0]
+        self.p = np.where(self.visible, p / np.where(row_sum == 0, 1.0, row_sum), 0.0)
+
+    def out(self, v):
+        return select_matmul(self.p, v, self.visible)
 
 
 def select_matmul(weights, rows, visible, matmul=np.matmul):
-    """weights @ rows for weights (..., m, n) that are 0 where `visible` (m, n) is False, and rows (..., n, d).
+    """weights @ rows for weights (..., m, n) that are 0 where `visible` (broadcast) is False, and rows (..., n, d).
 
     Rows with NaN or inf contribute exactly to those that see them: an ordinary product would spread 0 * NaN.
     """
@@ -59,48 +76,28 @@ def select_matmul(weights, rows, visible, matmul=np.matmul):
     product = matmul(weights, np.where(finite[..., None], rows, 0))
     for n in np.flatnonzero(~finite.reshape(-1, finite.shape[-1]).all(0)):
         row = np.where(finite[..., n, None], 0, rows[..., n, :])
-        product = product + np.where(visible[:, n, None], weights[..., n, None] * row[..., None, :], 0)
+        product = product + np.where(visible[..., n, None], weights[..., n, None] * row[..., None, :], 0)
     return product
 
 
-def visibility(seqlen_q: int, seqlen_k: int, options: dict[str, object]):
-    """(seqlen_q, seqlen_k): which query sees which key."""
-    terms = {feature.name: feature.visible for feature in features.FEATURES}
-    if unknown := options.keys() - terms.keys():
-        raise TypeError(f"unknown options {sorted(unknown)}, takes {sorted(terms)}")
-    i, j = np.arange(seqlen_q)[:, None], np.arange(seqlen_k)
-    visible = np.ones((seqlen_q, seqlen_k), bool)
-    for name, value in features.check(options):
-        visible &= terms[name](value, i, j, seqlen_q, seqlen_k)
-    return visible
-
-
-def _scores(q, k, softmax_scale):
-    return _scale(q, softmax_scale) * (q @ k.swapaxes(-1, -2))
-
-
-def _softmax(s, visible):
-    """Probabilities and log-sum-exp of each row of s over its visible keys."""
-    s = np.where(visible, s, -np.inf)
-    row_max = s.max(-1, keepdims=True, initial=-np.inf)
-    p = np.exp(s - np.where(row_max == -np.inf, 0.0, row_max))
-    row_sum = p.sum(-1, keepdims=True)
-    lse = (row_max + np.log(row_sum))[..., 0]
-    return np.where(visible, p / np.where(row_sum == 0, 1.0, row_sum), 0.0), lse
+def visibility(sizes: Sizes, options: dict[str, object]):
+    """Which query sees which key: (seqlen_q, seqlen_k), with batches and heads in front where they differ."""
+    seen = features.visible(features.check(options), Place.whole(sizes))
+    return np.ones(sizes[2:], bool) if seen is None else seen
 
 
 def _scale(q, softmax_scale):
     return 1 / np.sqrt(q.shape[-1]) if softmax_scale is None else float(softmax_scale)
 
 
-def _grouped(*arrays):
-    """The last two arrays are k and v: (batch, seqlen, heads, dim) -> (batch, heads_kv, 1, seqlen, dim). Those before
-    have query heads: -> (batch, heads_kv, group, seqlen, dim), which broadcasts against k and v."""
-    heads_kv = np.shape(arrays[-1])[2]
-    arrays = [np.asarray(a).astype(np.float64).swapaxes(1, 2) for a in arrays]
-    return tuple(a.reshape(a.shape[0], heads_kv, a.shape[1] // heads_kv, *a.shape[2:]) for a in arrays)
+def _by_head(q, *others):
+    """(batch, seqlen, heads, dim) -> (batch, heads_q, seqlen, dim), key heads repeated for the queries they serve."""
+    heads_q = np.shape(q)[2]
+    arrays = (np.asarray(a).astype(np.float64).swapaxes(1, 2) for a in (q, *others))
+    return tuple(np.repeat(a, heads_q // a.shape[1], axis=1) for a in arrays)
 
 
-def _ungrouped(a):
-    """(batch, heads_kv, group, seqlen, dim) -> (batch, seqlen, heads, dim)."""
-    return a.reshape(a.shape[0], a.shape[1] * a.shape[2], *a.shape[3:]).swapaxes(1, 2)
+def _per_kv_head(a, heads_kv: int):
+    """The gradient of what _by_head repeats: (batch, heads_q, seqlen, dim) -> (batch, seqlen, heads_kv, dim)."""
+    batch, heads_q, *rest = a.shape
+    return a.reshape(batch, heads_kv, heads_q // heads_kv, *rest).sum(2).swapaxes(1, 2)

@@ -20,7 +20,7 @@ class Row:
     min_ctas: int  # CTAs that must fit on a multiprocessor: bounds the registers
     why: str
     knobs: tuple[tuple[str, object], ...] = ()  # further constants of this kernel
-    causal: bool | None = None  # serves only causal (or only full) problems
+    causal: bool | None = None  # serves only problems with causal or window (or only those without)
     itemsize: int | None = None  # serves only elements of this many bytes
     min_seqlen_q: int = 0  # serves only problems with at least this many queries
     min_smem: int = 0  # serves only devices that give a CTA this many bytes: where min_ctas CTAs need more than one's

@@ -13,6 +13,8 @@ inline float emu_flush(float x) { return __builtin_fabsf(x) < 0x1p-126f ? __buil
 inline float ex2(float x) { return emu_flush(exp2f(emu_flush(x))); }
 inline float lg2(float x) { return emu_flush(log2f(emu_flush(x))); }
 
+inline float tanh_approx(float x) { return tanhf(x); }
+
 inline unsigned opaque(unsigned x) { return x; }
 inline unsigned redux_or(unsigned x) {
   for (int distance = 16; distance; distance /= 2) x |= __shfl_xor_sync(~0u, x, distance);
