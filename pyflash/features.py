@@ -179,7 +179,7 @@ class _Softcap(Feature):
     name, takes = "softcap", "None or a finite number above 0"
     changes_scores = True
     flags = ("SOFTCAP",)
-    kernels = SIMT + SM80
+    kernels = SIMT + SM80 + SM90
     fields = (
         Field("softcap_in", "real", "{real}", "softmax_scale / softcap; SOFTCAP"),
         Field("softcap_out", "real", "{real}", "softcap * log2(e)"),
@@ -209,7 +209,7 @@ class _AlibiSlopes(Feature):
     name, takes = "alibi_slopes", "None or an array (heads_q,) or (batch, heads_q)"
     is_array = changes_scores = True
     flags = ("ALIBI",)
-    kernels = SIMT + SM80
+    kernels = SIMT + SM80 + SM90
     fields = (
         Field("alibi_slopes", "pointer", "const {real}*", "(batch, num_heads_q); ALIBI"),
         Field("alibi_slopes_stride", "i64", "long long", "elements: batch, head", 2),

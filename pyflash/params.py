@@ -10,8 +10,14 @@ from . import features
 from .features import Field
 
 # C type -> (struct format, bytes, alignment). "real" is float, or double for float64 problems.
-_CTYPES = {"pointer": ("Q", 8, 8), "i64": ("q", 8, 8), "i32": ("i", 4, 4), "float": ("f", 4, 4), "double": ("d", 8, 8),
-           "tensor_map": ("128s", 128, 64)}
+_CTYPES = {
+    "pointer": ("Q", 8, 8),
+    "i64": ("q", 8, 8),
+    "i32": ("i", 4, 4),
+    "float": ("f", 4, 4),
+    "double": ("d", 8, 8),
+    "tensor_map": ("128s", 128, 64),
+}
 
 
 def _tensor(name: str, heads: str, seqlen: str, dim: str, *, const: bool) -> tuple[Field, ...]:
@@ -42,25 +48,47 @@ _SCALE = (
 _SIZES = tuple(
     Field(name, "i32", "int", note)
     for name, note in (
-        ("batch", ""), ("seqlen_q", ""), ("seqlen_k", ""), ("num_heads_q", ""), ("num_heads_kv", ""),
-        ("qheads_per_kv", "num_heads_q / num_heads_kv"), ("head_dim", ""), ("head_dim_v", ""),
-        ("num_m_blocks", "tiles along seqlen_q"), ("num_n_blocks", "tiles along seqlen_k"),
+        ("batch", ""),
+        ("seqlen_q", ""),
+        ("seqlen_k", ""),
+        ("num_heads_q", ""),
+        ("num_heads_kv", ""),
+        ("qheads_per_kv", "num_heads_q / num_heads_kv"),
+        ("head_dim", ""),
+        ("head_dim_v", ""),
+        ("num_m_blocks", "tiles along seqlen_q"),
+        ("num_n_blocks", "tiles along seqlen_k"),
     )
 )
 _FORWARD = (
-    *_Q, *_K, *_V, *_tensor("o", *_O, const=False),
+    *_Q,
+    *_K,
+    *_V,
+    *_tensor("o", *_O, const=False),
     Field("lse", "pointer", "{real}*", f"{_ROWS}, contiguous, natural log; null: not wanted"),
-    *_SCALE, *_SIZES,
+    *_SCALE,
+    *_SIZES,
 )
 _BACKWARD = (
-    *_Q, *_K, *_V, *_DOUT, *_LSE_IN, *_DELTA_IN, *_DQ, *_DK, *_DV,
+    *_Q,
+    *_K,
+    *_V,
+    *_DOUT,
+    *_LSE_IN,
+    *_DELTA_IN,
+    *_DQ,
+    *_DK,
+    *_DV,
     Field("dq_accum", "pointer", "float*", "(batch, num_heads_q, seqlen_q, head_dim), contiguous, zeroed by bwd_delta"),
     Field("semaphore", "pointer", "int*", "(batch, num_heads_q, num_m_blocks), zero: whose turn it is to add dq"),
-    *_SCALE, *_SIZES,
+    *_SCALE,
+    *_SIZES,
 )
 _CONVERT = (
     Field("dq_accum", "pointer", "const float*", "(batch, num_heads_q, seqlen_q, head_dim), contiguous"),
-    *_DQ, *_SCALE, *_SIZES,
+    *_DQ,
+    *_SCALE,
+    *_SIZES,
 )
 
 
@@ -72,7 +100,9 @@ TABLES: dict[str, tuple[Field, ...]] = {
     "fwd_simt": _FORWARD + features.FIELDS,
     "fwd_sm80": _FORWARD + features.FIELDS,
     "fwd_sm90": (
-        _map("q", "64 x 64"), _map("k", "64 x TILE_N"), _map("v", "64 x TILE_N"),
+        _map("q", "64 x 64"),
+        _map("k", "64 x TILE_N"),
+        _map("v", "64 x TILE_N"),
         *_FORWARD,
         Field("tile_counter", "pointer", "int*", "(2,) output tiles and CTAs done, zero at launch, left zero; DYNAMIC"),
         Field("heads_per_section", "i32", "int", "heads whose k and v share L2: the inner loop of the tile order"),
@@ -82,11 +112,16 @@ TABLES: dict[str, tuple[Field, ...]] = {
     "bwd_simt": _BACKWARD + features.FIELDS,
     "bwd_sm80": _BACKWARD + features.FIELDS,
     "bwd_sm90": (
-        _map("q", "64 x TILE_M"), _map("k", "64 x TILE_N"), _map("v", "64 x TILE_N"), _map("dout", "64 x TILE_M"),
-        *_BACKWARD, *features.FIELDS,
+        _map("q", "64 x TILE_M"),
+        _map("k", "64 x TILE_N"),
+        _map("v", "64 x TILE_N"),
+        _map("dout", "64 x TILE_M"),
+        *_BACKWARD,
+        *features.FIELDS,
     ),
     "bwd_delta": (
-        *_tensor("o", *_O, const=True), *_DOUT,
+        *_tensor("o", *_O, const=True),
+        *_DOUT,
         Field("dlse", "pointer", "const {real}*", f"{_ROWS}; null: zero"),
         Field("dlse_stride", "i64", "long long", "elements: batch, head, seqlen", 3),
         Field("delta", "pointer", "{real}*", f"{_ROWS}, contiguous: rowsum(do * o) - dlse"),

@@ -403,4 +403,3 @@ def plan(problem: Problem, device: Device, families: tuple[str, ...] = FAMILIES)
     """The plan of a checked problem. `families` is narrowed by tests."""
     family, notes = choose_family(problem, device, families)
     return (_backward if problem.backward else _forward)(problem, device, family, notes)
-

@@ -172,7 +172,8 @@ class _Checker:
     def feature(self, feature: features.Feature, dtype: Dtype, sizes: features.Sizes) -> None:
         tensor, dtypes = self.tensors[feature.name], feature.dtypes(dtype.name, REAL_DTYPES[dtype.real])
         if tensor.dtype not in dtypes:
-            self.fail(feature.name, f"dtype {tensor.dtype}", f"{' or '.join(dtypes)} for {dtype.name} inputs", TypeError)
+            takes = f"{' or '.join(dtypes)} for {dtype.name} inputs"
+            self.fail(feature.name, f"dtype {tensor.dtype}", takes, TypeError)
         if takes := feature.shape_error(tensor.shape, sizes):
             self.fail(feature.name, f"shape {tensor.shape}", takes)
 

@@ -35,7 +35,7 @@ def attention_backward(dout, q, k, v, *, softmax_scale: float | None = None, dls
     scale = _scale(q, softmax_scale)
     with np.errstate(all="ignore"):
         rows = _Rows(scale * (q @ k.swapaxes(-1, -2)), options)
-        delta = (dout * rows.out(v)).sum(-1)
+        delta = np.matmul(dout[..., None, :], rows.out(v)[..., None])[..., 0, 0]
         if dlse is not None:
             delta = delta - np.asarray(dlse, np.float64)
         visible, transposed = rows.visible, rows.visible.swapaxes(-1, -2)

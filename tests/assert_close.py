@@ -16,7 +16,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from pyflash import reference
+from pyflash import features, reference
+from pyflash.features import Place, Sizes
 
 _FACTOR = 2
 _RANDOM_ORDERS = 2
@@ -110,13 +111,13 @@ def _ordinary(q, k, v, softmax_scale: float | None, options: dict[str, object]) 
     """Ordinary attention, summed in several ways."""
     rng = np.random.default_rng(0)
     seqlen_k, head_dim = k.shape[1], k.shape[3]
-    visible = reference.visibility(q.shape[1], seqlen_k, options)
+    terms = Terms(Sizes(q.shape[0], q.shape[2], q.shape[1], seqlen_k), options)
     scale = 1 / np.sqrt(head_dim) if softmax_scale is None else softmax_scale
     keys, dims = np.arange(seqlen_k), np.arange(head_dim)
-    yield Ordinary(q, k, v, scale, visible, keys, dims, _term_by_term)
-    yield Ordinary(q, k, v, scale, visible, keys[::-1], dims[::-1], np.matmul)
+    yield Ordinary(q, k, v, scale, terms, keys, dims, _term_by_term)
+    yield Ordinary(q, k, v, scale, terms, keys[::-1], dims[::-1], np.matmul)
     for _ in range(_RANDOM_ORDERS):
-        yield Ordinary(q, k, v, scale, visible, rng.permutation(keys), rng.permutation(dims), np.matmul)
+        yield Ordinary(q, k, v, scale, terms, rng.permutation(keys), rng.permutation(dims), np.matmul)
 
 
 def _term_by_term(a, b):
@@ -127,22 +128,40 @@ def _term_by_term(a, b):
     return total
 
 
+class Terms:
+    """The features of a call, for scores whose keys are in any order."""
+
+    def __init__(self, sizes: Sizes, options: dict[str, object]):
+        self.on, self.whole, self.options = features.check(options), Place.whole(sizes), options
+
+    def visible(self, keys):
+        return reference.visibility(self.whole.sizes, self.options)[..., keys]
+
+    def score(self, s, keys):
+        return features.score(self.on, s[..., np.argsort(keys)], self.whole)[..., keys]
+
+    def slope(self, s, keys):
+        slope = features.slope(self.on, s[..., np.argsort(keys)], self.whole)
+        return slope if np.isscalar(slope) else slope[..., keys]
+
+
 class Ordinary:
     """Attention as one would write it with an array library: the products' results in the arrays' dtype, softmax in
     float32. The keys are taken in the order `keys`, and the components of q and k in the order `dims`."""
 
-    def __init__(self, q, k, v, scale: float, visible, keys, dims, matmul):
+    def __init__(self, q, k, v, scale: float, terms: Terms, keys, dims, matmul):
         self.dtype, self.real = q.dtype, _real(q.dtype)
         self.keys, self.dims, self.matmul = keys, dims, matmul
         self.group = q.shape[2] // k.shape[2]
-        self.scale, self.visible = self.real(scale), visible[:, keys]
+        self.scale, self.visible = self.real(scale), terms.visible(keys)
         k, v = (np.repeat(a[:, keys], self.group, axis=2) for a in (k, v))  # one kv head for each query head
         self.q, self.k, self.v = self._rows(q[..., dims]), self._rows(k[..., dims]), self._rows(v)
         with np.errstate(all="ignore"):
-            s = self.scale * matmul(self.q, self.k.swapaxes(-1, -2))
-            self.s = s
-            self.unrounded_p, self.lse = self._softmax(s)
-            self.p = self._softmax(self._rounded(s))[0]
+            qk = self.scale * matmul(self.q, self.k.swapaxes(-1, -2))
+            self.qk, self.s, self.slope = qk, terms.score(qk, keys), terms.slope(qk, keys)
+            self.unrounded_p, self.lse = self._softmax(self.s)
+            self.p = self._softmax(self._rounded(terms.score(self._rounded(qk), keys)))[0]
+            self.rounded_slope = terms.slope(self._rounded(qk), keys)
 
     def attention(self) -> tuple[np.ndarray, np.ndarray]:
         with np.errstate(all="ignore"):
@@ -151,12 +170,12 @@ class Ordinary:
 
     def gradients(self, dout, dlse) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         dout = self._rows(dout)
-        transposed = self.visible.T
+        transposed = self.visible.swapaxes(-1, -2)
         with np.errstate(all="ignore"):
             dv = self._selected(self._rounded(self.p).swapaxes(-1, -2), dout, transposed)
             dp = np.where(self.visible, self._rounded(self.matmul(dout, self.v.swapaxes(-1, -2))), 0)
             delta = (self.p * dp).sum(-1, keepdims=True) - (0 if dlse is None else dlse[..., None])
-            ds = self._rounded(np.where(self.visible, self.p * (dp - delta), 0))
+            ds = self._rounded(np.where(self.visible, self.rounded_slope * (self.p * (dp - delta)), 0))
             dq = self.scale * self._selected(ds, self.k, self.visible)
             dk = self.scale * self._selected(ds.swapaxes(-1, -2), self.q, transposed)
             dk, dv = self._per_kv_head(dk), self._per_kv_head(dv)
@@ -170,10 +189,11 @@ class Ordinary:
         with np.errstate(all="ignore"):
             out, dp = p @ v, dout @ v.swapaxes(-1, -2)
             delta = (p * dp).sum(-1, keepdims=True) - (0 if dlse is None else dlse[..., None])
-            ds = np.where(self.visible, p * (dp - delta), 0)
+            ds = np.where(self.visible, self.slope * (p * (dp - delta)), 0)
             half = np.finfo(self.real).eps / 2
             of_p = half * np.abs(np.where(np.isfinite(self.lse), self.lse, 0))[..., None]
-            of_s = half * q.shape[-1] ** 0.5 * np.abs(np.where(self.visible, self.s, 0))
+            of_s = half * q.shape[-1] ** 0.5 * np.abs(np.where(self.visible, self.slope * self.qk, 0))
+            of_s = of_s + half * np.abs(np.where(self.visible, self.s, 0))
             # Of out, and of a sum of products whose like in dp is summed in another order.
             of_out = float(_finfo(self.dtype).eps) / 2 + 2 * v.shape[-1] ** 0.5 * half
             of_delta = of_out * np.sqrt(np.square(dout * out).sum(-1, keepdims=True))
@@ -185,8 +205,9 @@ class Ordinary:
                 of_rows, of_elements = of_rows.swapaxes(-1, -2), of_elements.swapaxes(-1, -2)
                 return self._per_kv_head(np.abs(of_rows @ rows) + apart(of_rows, rows) + apart(of_elements, rows))
 
-            dq = abs(self.scale) * (of_p * np.abs(ds @ k) + of_delta * np.abs(p @ k) + apart(of_s * ds, k))
-            dk = abs(self.scale) * by_key(of_p * ds + of_delta * p, of_s * ds, q)
+            moved = p * self.slope  # ds as delta moves
+            dq = abs(self.scale) * (of_p * np.abs(ds @ k) + of_delta * np.abs(moved @ k) + apart(of_s * ds, k))
+            dk = abs(self.scale) * by_key(of_p * ds + of_delta * moved, of_s * ds, q)
             dv = by_key(of_p * p, of_s * p, dout)
         return self._in_order(dq, dk, dv)
 

@@ -33,16 +33,31 @@ class Case:
     head_dim_v: int = 64
     dtype: str = "float32"
     softmax_scale: float | None = None
-    options: tuple[tuple[str, object], ...] = ()  # features that are on
+    options: tuple[tuple[str, object], ...] = ()  # features that are on; of arrays, a key of ARRAYS
     values: str = "normal"  # a key of VALUES
     layouts: tuple[str, str, str, str] = ("contiguous",) * 4  # of q, k, v, dout: keys of LAYOUTS
     dlse: bool = False
     seed: int = 0
 
     @property
+    def scalars(self) -> dict[str, object]:
+        """The features that are no arrays."""
+        return {name: value for name, value in self.options if not features.BY_NAME[name].is_array}
+
+    def feature_arrays(self, xp=np) -> dict[str, object]:
+        """Those that are."""
+        rng = np.random.default_rng(self.seed + 1)
+        return {
+            name: ARRAYS[name][value](self, rng, xp) for name, value in self.options if features.BY_NAME[name].is_array
+        }
+
+    def call_of(self, xp) -> dict[str, object]:
+        """The keyword arguments of the public functions, arrays those of `xp` (NumPy or CuPy)."""
+        return {"softmax_scale": self.softmax_scale, **self.scalars, **self.feature_arrays(xp)}
+
+    @property
     def call(self) -> dict[str, object]:
-        """The keyword arguments of the public functions."""
-        return {"softmax_scale": self.softmax_scale, **dict(self.options)}
+        return self.call_of(np)
 
     @property
     def scale(self) -> float:
@@ -184,6 +199,26 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 
+# ---- arrays of features ----------------------------------------------------------------------------------------------
+# Name of the feature -> name of a kind of array -> function (case, rng, xp) that makes one.
+
+
+def _slopes(case: Case, rng, xp, *, batched: bool, step: int = 1):
+    slopes = np.zeros((case.batch, case.heads_q * step) if batched else (case.heads_q * step,), case.lse_dtype)
+    slopes[...] = np.nan  # between the elements
+    slopes[..., ::step] = 2.0 ** rng.uniform(-8, 0, slopes[..., ::step].shape) * rng.choice([1, 1, -1], case.heads_q)
+    return xp.asarray(slopes)[..., ::step]
+
+
+ARRAYS: dict[str, dict[str, Callable]] = {
+    "alibi_slopes": {
+        "of heads": partial(_slopes, batched=False),
+        "of batches and heads": partial(_slopes, batched=True),
+        "every third": partial(_slopes, batched=True, step=3),
+    },
+}
+
+
 # ---- named cases -----------------------------------------------------------------------------------------------------
 
 CAUSAL = (("causal", True),)
@@ -223,6 +258,29 @@ CASES: dict[str, Case] = {
     "odd head_dim": Case(head_dim=37, head_dim_v=81, options=CAUSAL),
     "row offsets": Case(values="row offsets"),
     "gradient of lse": Case(options=CAUSAL, dlse=True),
+    "window": Case(seqlen_q=150, seqlen_k=200, options=(("window", (40, 20)),)),
+    "window, causal": Case(seqlen_q=200, seqlen_k=200, heads_q=4, options=(("window", (30, 0)),)),
+    "window to the left": Case(seqlen_q=200, seqlen_k=170, options=(("window", (50, None)),), values="rising"),
+    "window to the right": Case(seqlen_q=120, seqlen_k=260, options=(("window", (None, 30)),), values="rising"),
+    "window of one key": Case(seqlen_q=140, seqlen_k=150, options=(("window", (0, 0)),), dlse=True),
+    "window wider than all, more queries than keys": Case(
+        seqlen_q=256, seqlen_k=128, options=(("window", (None, 2**40)),)
+    ),
+    "window on the left, few queries and many keys": Case(
+        1, 60, 700, 8, 2, 128, 128, "float16", options=(("window", (333, None)),)
+    ),
+    "window, rows with no visible key": Case(seqlen_q=200, seqlen_k=70, options=(("window", (20, 3)),), dlse=True),
+    "softcap": Case(options=(("softcap", 2.0),), values="times 3"),
+    "softcap, large scores": Case(options=(("causal", True), ("softcap", 30.0)), values="sharp"),
+    "softcap, negative scale": Case(softmax_scale=-0.3, options=(("window", (40, 9)), ("softcap", 5.0))),
+    "alibi": Case(heads_q=4, options=(("causal", True), ("alibi_slopes", "of heads"))),
+    "alibi, both sides, more queries than keys": Case(
+        seqlen_q=200, seqlen_k=100, heads_q=6, options=(("alibi_slopes", "of batches and heads"),), dlse=True
+    ),
+    "alibi, softcap, window": Case(
+        seqlen_q=130, seqlen_k=190, heads_q=4,
+        options=(("window", (70, 15)), ("softcap", 4.0), ("alibi_slopes", "every third")), values="times 3",
+    ),
 }  # fmt: skip
 
 # For the GPU alone: sizes that break 32-bit offsets and grid limits.
@@ -240,7 +298,13 @@ LARGE_CASES: dict[str, Case] = {
 @st.composite
 def option_sets(draw) -> tuple[tuple[str, object], ...]:
     """Any subset of the features."""
-    strategies = {"causal": st.just(True)}
+    side = st.one_of(st.none(), st.integers(0, 12), st.sampled_from([63, 64, 65, 127, 2**33]))
+    strategies = {
+        "causal": st.just(True),
+        "window": st.tuples(side, side),
+        "softcap": st.sampled_from([2.0, 15.0, 50.0]),
+        **{name: st.sampled_from(sorted(kinds)) for name, kinds in ARRAYS.items()},
+    }
     names = draw(st.lists(st.sampled_from([f.name for f in features.FEATURES]), unique=True))
     return tuple((name, draw(strategies[name])) for name in sorted(names))
 

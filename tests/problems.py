@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from pyflash import problem
+from pyflash import features, problem
 from pyflash.device import KNOWN, Device
+from pyflash.features import Sizes
 from pyflash.problem import Tensor, contiguous
 
 devices = st.sampled_from(sorted(KNOWN.values(), key=lambda device: device.name))
@@ -35,6 +36,19 @@ def tensors(draw, shape: tuple[int, ...], dtype: str, *, output: bool = False) -
 
 
 @st.composite
+def option_sets(draw, sizes: Sizes, real: str) -> tuple[dict[str, object], dict[str, Tensor]]:
+    """Any subset of the features: scalars and arrays."""
+    side = st.one_of(st.none(), st.integers(0, 3000), st.just(2**40))
+    slopes = st.sampled_from([(sizes.heads_q,), sizes[:2]]).map(lambda shape: contiguous(shape, real))
+    values = {"causal": st.booleans(), "window": st.tuples(side, side), "softcap": st.sampled_from([None, 30.0]),
+              "alibi_slopes": slopes}  # fmt: skip
+    chosen = draw(st.lists(st.sampled_from(sorted(values)), unique=True, max_size=3))
+    made = {name: draw(values[name]) for name in chosen}
+    is_array = {name: features.BY_NAME[name].is_array for name in made}
+    return {n: x for n, x in made.items() if not is_array[n]}, {n: x for n, x in made.items() if is_array[n]}
+
+
+@st.composite
 def problems(draw, backward: bool | None = None, dtype: str | None = None) -> problem.Problem:
     """Any valid call."""
     backward = draw(st.booleans()) if backward is None else backward
@@ -59,13 +73,14 @@ def problems(draw, backward: bool | None = None, dtype: str | None = None) -> pr
             given["dlse"] = contiguous(rows, real)
     elif draw(st.booleans()):
         given["o"] = draw(tensors(out_shape, dtype, output=True))
+    options, arrays = draw(option_sets(Sizes(batch, heads_kv * group, seqlen_q, seqlen_k), real))
     return problem.make(
-        given,
+        given | arrays,
         backward=backward,
         softmax_scale=draw(st.sampled_from([None, 0.3, 0.0, -2.0])),
         deterministic=backward and draw(st.booleans()),
         wants_lse=not backward and draw(st.booleans()),
-        options={"causal": draw(st.booleans())},
+        options=options,
     )
 
 
@@ -87,7 +102,8 @@ def example(
     dlse: bool = False,
     **options: object,
 ) -> problem.Problem:
-    """One valid call with contiguous arrays, those in `narrow` misaligned."""
+    """One valid call with contiguous arrays, those in `narrow` misaligned. Of features that are arrays, `options` has
+    the shapes."""
     seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
     shapes = {
         "q": (batch, seqlen_q, heads, head_dim),
@@ -95,6 +111,9 @@ def example(
         "v": (batch, seqlen_k, heads_kv or heads, head_dim_v or head_dim),
     }
     given = {name: contiguous(shape, dtype) for name, shape in shapes.items()}
+    for name in [name for name in options if features.BY_NAME[name].is_array]:
+        allowed = features.BY_NAME[name].dtypes(dtype, problem.REAL_DTYPES[problem.DTYPES[dtype].real])
+        given[name] = contiguous(options.pop(name), allowed[0])
     wants_lse = wants_lse or backward
     made = problem.make(given, backward=False, softmax_scale=softmax_scale, wants_lse=wants_lse, options=options)
     if not backward and not narrow:

@@ -31,6 +31,16 @@ class Variant:
         return f"sm_{self.device.arch}{specific}"
 
 
+# Every feature alone, and all together, by families.
+OPTIONS = (
+    {},
+    {"causal": True},
+    {"window": (50, 50)},
+    {"softcap": 30.0},
+    {"alibi_slopes": (4,)},
+    {"window": (50, 50), "softcap": 30.0, "alibi_slopes": (4,)},
+)
+
 # One GPU of each compute capability.
 DEVICES = list({device.capability: device for device in KNOWN.values()}.values())
 
@@ -55,11 +65,13 @@ def _seqlens(family: str) -> list[int]:
 
 def _problems(family: str) -> Iterable[Problem]:
     dtypes = sorted({d for name in (f"fwd_{family}", f"bwd_{family}") if name in KERNELS for d in KERNELS[name].dtypes})
-    for (dim, dim_v), dtype, causal, narrow, scale, seqlen in itertools.product(
-        _head_dims(family), dtypes, (False, True), (False, True), (None, -1.0), _seqlens(family)
+    for (dim, dim_v), dtype, options, narrow, scale, seqlen in itertools.product(
+        _head_dims(family), dtypes, OPTIONS, (False, True), (None, -1.0), _seqlens(family)
     ):
-        call = {"head_dim": dim, "head_dim_v": dim_v, "dtype": dtype, "causal": causal, "softmax_scale": scale}
-        call["seqlen_q"] = seqlen
+        if options not in OPTIONS[:2] and (narrow or scale or dim != dim_v):
+            continue
+        call = {"head_dim": dim, "head_dim_v": dim_v, "dtype": dtype, "softmax_scale": scale, "seqlen_q": seqlen}
+        call |= options
         yield example(**call, narrow=("q", "k", "v", "o") if narrow else ())
         inputs = ("q", "k", "v", "dout", "o") if narrow else ()
         for deterministic in (False, True):

@@ -60,9 +60,9 @@ def case_for(family: str, direction: str, name: str) -> Case:
 def inputs(case: Case, direction: str) -> dict[str, np.ndarray]:
     arrays = case.arrays()
     if direction == "forward":
-        return {name: arrays[name] for name in "qkv"}
+        return {**{name: arrays[name] for name in "qkv"}, **case.feature_arrays()}
     out, lse = reference.attention(*(arrays[name] for name in "qkv"), **case.call)
-    return {**arrays, "o": out.astype(arrays["q"].dtype), "lse": lse.astype(case.lse_dtype)}
+    return {**arrays, **case.feature_arrays(), "o": out.astype(arrays["q"].dtype), "lse": lse.astype(case.lse_dtype)}
 
 
 def plan_of(family: str, direction: str, case: Case, **call) -> Plan:
@@ -70,7 +70,7 @@ def plan_of(family: str, direction: str, case: Case, **call) -> Plan:
         inputs(case, direction),
         backward=direction == "backward",
         softmax_scale=case.softmax_scale,
-        options=dict(case.options),
+        options=case.scalars,
         **call,
     )
     return plan_launches(problem, DEVICE, (family,))
@@ -202,7 +202,7 @@ def test_out_of_any_layout(family, layout):
     case = dataclasses.replace(CASES["causal"], dtype=KERNELS[f"fwd_{family}"].dtypes[0])
     arrays = inputs(case, "forward")
     out = LAYOUTS[layout].place(np.zeros(case.shapes["dout"], np.float32), arrays["q"].dtype)
-    problem = plans.make_problem({**arrays, "o": out}, options=dict(case.options))
+    problem = plans.make_problem({**arrays, "o": out}, options=case.scalars)
     try:
         plan = plan_launches(problem, DEVICE, (family,))
     except Unsupported as reason:

@@ -55,7 +55,7 @@ def forward(case: Case, family: str):
     """`out` and `lse` of a case, computed by a family, as NumPy arrays."""
     with guarded(), debug.families(family):
         arrays = case.arrays(cp)
-        results = pyflash.flash_attention(*(arrays[name] for name in "qkv"), return_lse=True, **case.call)
+        results = pyflash.flash_attention(*(arrays[name] for name in "qkv"), return_lse=True, **case.call_of(cp))
         return [cp.asnumpy(a) for a in results]
 
 
@@ -64,10 +64,11 @@ def backward(case: Case, family: str, **options: object):
     with guarded():
         arrays = case.arrays(cp)
         q, k, v = (arrays[name] for name in "qkv")
-        out, lse = pyflash.flash_attention(q, k, v, return_lse=True, **case.call)
+        call = case.call_of(cp)
+        out, lse = pyflash.flash_attention(q, k, v, return_lse=True, **call)
         with debug.families(family):
             results = pyflash.flash_attention_backward(
-                arrays["dout"], q, k, v, out, lse, dlse=arrays.get("dlse"), **case.call, **options
+                arrays["dout"], q, k, v, out, lse, dlse=arrays.get("dlse"), **call, **options
             )
         return [cp.asnumpy(a) for a in results]
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import pyflash
-from pyflash import api, reference
+from pyflash import api, features, reference
 
 RNG = np.random.default_rng(0)
 BF16 = pytest.importorskip("ml_dtypes").bfloat16
@@ -84,6 +84,28 @@ BAD_CALLS = {
     "mixed dtypes": (lambda q, k, v: (q, k, v.astype("float16")), {}, "v: got dtype float16, takes float32, as q"),
     "scale": (lambda q, k, v: (q, k, v), {"softmax_scale": np.nan}, "softmax_scale: got nan, takes a finite number"),
     "causal": (lambda q, k, v: (q, k, v), {"causal": "yes"}, "causal: got 'yes', takes True or False"),
+    "window of one": (lambda q, k, v: (q, k, v), {"window": 5}, r"window: got 5, takes \(left, right\), each None or"),
+    "window of three": (lambda q, k, v: (q, k, v), {"window": (1, 2, 3)}, r"window: got \(1, 2, 3\), takes \(left"),
+    "negative window": (lambda q, k, v: (q, k, v), {"window": (-1, 2)}, r"window: got \(-1, 2\), takes .* from 0 on"),
+    "window of floats": (lambda q, k, v: (q, k, v), {"window": (1.5, 2)}, r"window: got \(1.5, 2\), takes .* integer"),
+    "softcap of 0": (lambda q, k, v: (q, k, v), {"softcap": 0.0}, "softcap: got 0.0, takes None or a finite number"),
+    "softcap inf": (lambda q, k, v: (q, k, v), {"softcap": np.inf}, "softcap: got inf, takes None or a finite number"),
+    "softcap text": (lambda q, k, v: (q, k, v), {"softcap": "30"}, "softcap: got '30', takes None or a finite number"),
+    "slopes in half": (
+        lambda q, k, v: (q, k, v),
+        {"alibi_slopes": np.zeros(4, np.float16)},
+        "alibi_slopes: got dtype float16, takes float32 for float32 inputs",
+    ),
+    "slopes of key heads": (
+        lambda q, k, v: (q, k, v),
+        {"alibi_slopes": np.zeros(2, np.float32)},
+        r"alibi_slopes: got shape \(2,\), takes \(4,\) or \(2, 4\): \(heads_q,\) or",
+    ),
+    "slopes in a list": (
+        lambda q, k, v: (q, k, v),
+        {"alibi_slopes": [0.5] * 4},
+        "alibi_slopes: got builtins.list, takes an array",
+    ),
     "return_lse": (lambda q, k, v: (q, k, v), {"return_lse": 1}, "return_lse: got 1, takes True or False"),
     "out's shape": (lambda q, k, v: (q, k, v), {"out": np.zeros((2, 5, 4, 16), np.float32)}, r"out: got shape \(2, 5"),
 }
@@ -171,10 +193,9 @@ def test_any_kind_of_scalar(scale):
 def test_signatures():
     forward = inspect.signature(pyflash.flash_attention)
     backward = inspect.signature(pyflash.flash_attention_backward)
-    assert str(forward) == "(q, k, v, *, softmax_scale=None, causal=False, return_lse=False, out=None)"
-    assert str(backward) == (
-        "(dout, q, k, v, out, lse, *, softmax_scale=None, causal=False, dlse=None, deterministic=False)"
-    )
+    options = "softmax_scale=None, " + ", ".join(f"{f.name}={f.default}" for f in features.FEATURES)
+    assert str(forward) == f"(q, k, v, *, {options}, return_lse=False, out=None)"
+    assert str(backward) == f"(dout, q, k, v, out, lse, *, {options}, dlse=None, deterministic=False)"
 
 
 @pytest.mark.parametrize("name", pyflash.__all__)

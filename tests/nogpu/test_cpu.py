@@ -9,7 +9,7 @@ from cases import CASES, LAYOUTS, Case, cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyflash import cpu
+from pyflash import cpu, features
 
 TILE = 8  # rows and columns of the tiles in these tests: many tiles in small problems
 
@@ -28,10 +28,14 @@ def poison(shape, dtype, layout: str = "contiguous"):
     return LAYOUTS[layout].place(np.full(shape, np.nan), np.dtype(dtype))
 
 
+def on(case: Case) -> dict[str, object]:
+    return features.check({**case.scalars, **case.feature_arrays()})
+
+
 def forward(case: Case, arrays: dict[str, np.ndarray], layout: str = "contiguous"):
     q, k, v = arrays["q"], arrays["k"], arrays["v"]
     out, lse = poison(case.shapes["dout"], q.dtype, layout), poison_rows(case)
-    cpu.forward(q, k, v, out, lse, softmax_scale=case.scale, causal=dict(case.options).get("causal", False))
+    cpu.forward(q, k, v, out, lse, softmax_scale=case.scale, on=on(case))
     return out, lse
 
 
@@ -42,9 +46,8 @@ def poison_rows(case: Case):
 def backward(case: Case, arrays: dict[str, np.ndarray], out, lse, layout: str = "contiguous"):
     q, k, v = arrays["q"], arrays["k"], arrays["v"]
     gradients = [poison(a.shape, a.dtype, layout) for a in (q, k, v)]
-    causal = dict(case.options).get("causal", False)
     dlse = arrays.get("dlse")
-    cpu.backward(arrays["dout"], q, k, v, out, lse, dlse, *gradients, softmax_scale=case.scale, causal=causal)
+    cpu.backward(arrays["dout"], q, k, v, out, lse, dlse, *gradients, softmax_scale=case.scale, on=on(case))
     return gradients
 
 

@@ -57,9 +57,13 @@ def test_every_valid_problem_has_a_plan_that_can_be_launched(problem, device):
         assert cfg["SMEM_BYTES"] == launch.smem_bytes and cfg["NUM_THREADS"] == launch.block
         assert cfg["TILE_D"] >= problem.head_dim and cfg["TILE_DV"] >= problem.head_dim_v
         assert cfg["RAGGED_D"] == ((cfg["TILE_D"], cfg["TILE_DV"]) != (problem.head_dim, problem.head_dim_v))
-        assert cfg["SCALE_FIRST"] == (problem.softmax_scale <= 0)
-        for feature in features.FEATURES:
-            assert cfg[feature.flag] == (problem.option(feature.name) is not None)
+        flags = {"SCALE_FIRST": problem.softmax_scale <= 0 or features.changes_scores(problem.on)}
+        flags |= features.flags(problem.on)
+        if not params.computes_scores(launch.kernel):
+            assert not flags.keys() & cfg.keys(), "compiled once for all features"
+        else:
+            assert flags.items() <= cfg.items()
+            assert all(launch.kernel in features.BY_NAME[name].kernels for name in problem.on)
 
 
 @given(problems(), devices)
@@ -89,8 +93,12 @@ def test_every_argument_of_every_kernel_is_given(problem, device):
         values, arrays = dict(launch.values), dict(launch.arrays)
         layout.pack(values)
         assert set(arrays.values()) <= set(tensors) | pieces | {TILE_COUNTER}
+        known = {field.name for name in problem.on for field in features.BY_NAME[name].fields}
+        assert known <= values.keys() | arrays.keys() or not params.computes_scores(launch.kernel)
         for field in layout.fields:
-            if field.kind in ("i32", "real"):
+            if field in features.FIELDS:
+                assert field.name in known or field.name not in values.keys() | arrays.keys()
+            elif field.kind in ("i32", "real"):
                 assert field.name in values, f"{launch.kernel} is not told {field.name}"
             elif field.name.endswith("_stride") and field.name in values:
                 assert values[field.name] == tensors[field.name.removesuffix("_stride")].strides

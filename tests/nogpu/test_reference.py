@@ -18,15 +18,26 @@ def arrays_of(case: Case):
     return arrays["q"], arrays["k"], arrays["v"], arrays["dout"], arrays.get("dlse")
 
 
-def by_loops(q, k, v, scale: float, causal: bool):
+def by_loops(q, k, v, scale: float, causal=False, window=(None, None), softcap=None, alibi_slopes=None):
     """The definition, one row at a time."""
     (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = q.shape, k.shape
     out = np.zeros((batch, seqlen_q, heads, v.shape[3]))
     lse = np.full((batch, heads, seqlen_q), -np.inf)
+    left, right = window
+
+    def score(b, h, i, j):
+        s = scale * math.fsum(q[b, i, h] * k[b, j, h // (heads // heads_kv)])
+        if softcap is not None:
+            s = softcap * math.tanh(s / softcap)
+        if alibi_slopes is not None:
+            s -= np.broadcast_to(alibi_slopes, (batch, heads))[b, h] * abs(i + seqlen_k - seqlen_q - j)
+        return s
+
     for b, i, h in np.ndindex(batch, seqlen_q, heads):
-        g = h // (heads // heads_kv)
-        seen = [j for j in range(seqlen_k) if not causal or j <= i + seqlen_k - seqlen_q]
-        s = [scale * math.fsum(q[b, i, h] * k[b, j, g]) for j in seen]
+        g, own = h // (heads // heads_kv), i + seqlen_k - seqlen_q
+        seen = [j for j in range(seqlen_k) if not causal or j <= own]
+        seen = [j for j in seen if (left is None or j >= own - left) and (right is None or j <= own + right)]
+        s = [score(b, h, i, j) for j in seen]
         if seen:
             lse[b, h, i] = max(s) + math.log(math.fsum(math.exp(x - max(s)) for x in s))
             weights = [math.exp(x - lse[b, h, i]) for x in s]
@@ -39,7 +50,7 @@ def by_loops(q, k, v, scale: float, causal: bool):
 def test_forward_is_the_definition(case):
     q, k, v, _, _ = arrays_of(case)
     out, lse = reference.attention(q, k, v, **case.call)
-    expected, expected_lse = by_loops(q, k, v, case.scale, dict(case.options).get("causal", False))
+    expected, expected_lse = by_loops(q, k, v, case.scale, **case.scalars, **case.feature_arrays())
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-12, atol=1e-12)
     # What one ulp of a score does to its exponential is not the oracle's fault.
     spread = 1e-12 * (1 + np.abs(lse[np.isfinite(lse)]).max(initial=0))

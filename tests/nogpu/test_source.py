@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from problems import devices, example, problems
 
-from pyflash import params, source
+from pyflash import features, params, source
 from pyflash.device import KNOWN
 from pyflash.errors import Unsupported
 from pyflash.plan import Launch, plan
@@ -20,7 +20,7 @@ LINE = re.compile(
 
 # What every kernel file, and every header, may rely on.
 ALWAYS = {"Element", "TILE_M", "TILE_N", "TILE_D", "TILE_DV", "RAGGED_D", "NUM_THREADS", "MIN_CTAS", "STAGES",
-          "SCALE_FIRST", "CAUSAL", "SMEM_BYTES"}  # fmt: skip
+          "SMEM_BYTES"}  # fmt: skip
 
 
 def texts(problem, device) -> dict[str, str]:
@@ -48,6 +48,7 @@ def test_the_shape_of_a_program(problem, device):
         names = [re.search(r"(\w+) =", line)[1] for line in lines]
         assert len(set(names)) == len(names) == len(launch.config)
         assert set(names) >= ALWAYS
+        assert (set(names) >= {"SCALE_FIRST", *features.flags({})}) == params.computes_scores(launch.kernel)
         assert {f"WIDE_{name.upper()}" for name in params.strided_tensors(launch.kernel)} <= set(names)
         assert f"using Element = {problem.dtype.element};" in lines
 

@@ -136,11 +136,11 @@ def test_inline_assembly_lies_in_ptx_headers_only():
 def test_features_are_named_in_mask_only():
     from pyflash.features import FEATURES
 
-    flags = "|".join(f.flag for f in FEATURES)
-    assert places(rf"\b({flags})\b", [p for p in cuda_files() if p.name != "mask.cuh"]) == []
-    assert all(places(rf"\bcfg::{f.flag}\b", [KERNELS / "mask.cuh"]) for f in FEATURES), (
-        "a feature without a kernel side"
-    )
+    flags = [flag for feature in FEATURES for flag in feature.flags]
+    names = "|".join([*flags, *(field.name for feature in FEATURES for field in feature.fields)])
+    assert places(rf"\b({names})\b", [p for p in cuda_files() if p.name != "mask.cuh"]) == []
+    missing = [flag for flag in flags if not places(rf"\bcfg::{flag}\b", [KERNELS / "mask.cuh"])]
+    assert not missing, "a feature without a kernel side"
 
 
 def test_infinity_is_handled_in_softmax_only():
