@@ -117,7 +117,9 @@ bwd_simt(const __grid_constant__ Params p) {
   };
   const auto q_offset = [&](int i, int j) { return cfg::PHASE_DQ ? i * simt::THREAD_ROWS : j * simt::THREAD_COLS; };
   const auto kv_offset = [&](int i, int j) { return cfg::PHASE_DQ ? j * simt::THREAD_COLS : i * simt::THREAD_ROWS; };
-  const auto hidden = [&](int own, int other) { return masked && !visible(p, q_idx(own, other), kv_idx(own, other)); };
+  const auto hidden = [&](int own, int other) {
+    return masked && !visible(p, q_idx(own, other), kv_idx(own, other), {batch, head});
+  };
 
   const auto load_statistics = [&]() {
 #pragma unroll

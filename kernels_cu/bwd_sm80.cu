@@ -153,14 +153,16 @@ bwd_sm80(const __grid_constant__ Params p) {
   auto pair = [&](int m, int half) { return (m * BLOCK + half * 8) / 2 + lane % 4; };
   auto query = [&](int m, int half, int e) { return pair(m, half) * 2 + e % 2; };
   auto key = [&](int n, int e) { return n0 + key0 + n * BLOCK + e / 2 * 8 + lane / 4; };
+  auto head_of = [&](const QueryTile& tile) { return Head{batch, first_head + tile.group_head}; };
   auto scorer_of = [&](const QueryTile& tile) {  // of this lane's first element
-    return Scorer(p, {batch, first_head + tile.group_head}, tile.m_block * TILE_M + query(0, 0, 0), key(0, 0));
+    return Scorer(p, head_of(tile), tile.m_block * TILE_M + query(0, 0, 0), key(0, 0));
   };
   auto hide = [&](const QueryTile& tile, Scores& x) {
 #pragma unroll
     for (int i = 0; i < KEY_BLOCKS * 2; i++) {
       const int n = i / 2, row = i % 2 * 2;  // of the accumulators: elements row and row + 1 are of one key
-      const VisibleQueries queries = visible_queries(p, key(n, row), tile.m_block * TILE_M + query(0, 0, 0));
+      const VisibleQueries queries =
+          visible_queries(p, key(n, row), tile.m_block * TILE_M + query(0, 0, 0), head_of(tile));
 #pragma unroll
       for (int j = 0; j < Q_BLOCKS * 4; j++) {
         const int m = j / 4, half = j / 2 % 2, e = j % 2;
@@ -196,7 +198,7 @@ bwd_sm80(const __grid_constant__ Params p) {
       float sum = 0;
 #pragma unroll 1
       for (int n = 0; n < TILE_N; n++) {
-        if (!visible(p, tile.m_block * TILE_M + m, n0 + n)) continue;
+        if (!visible(p, tile.m_block * TILE_M + m, n0 + n, head_of(tile))) continue;
         const float ds = to_real(element(Int<TILE_M>(), smem.pt[tile.slot], n, m));
         sum += ds * to_real(element(Int<TILE_D>(), smem.k, n, d));
       }
@@ -220,7 +222,7 @@ bwd_sm80(const __grid_constant__ Params p) {
         const Element* dout = p.dout + batch * p.dout_stride[0] + (first_head + tile.group_head) * p.dout_stride[2];
         for (int m = m0; hides(tile) && m < min(m0 + TILE_M, p.seqlen_q); m++) {
           const Element x = dout[m * p.dout_stride[1] + d * p.dout_stride[3]];
-          if (nonfinite<Element>(x.bits) && visible(p, m, n0 + n)) sum += to_real(x);
+          if (nonfinite<Element>(x.bits) && visible(p, m, n0 + n, head_of(tile))) sum += to_real(x);
         }
         if (++tile.m_block == range.end) tile = {tile.group_head + 1, range.begin, 0};
       }

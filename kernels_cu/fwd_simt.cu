@@ -79,7 +79,10 @@ fwd_simt(const __grid_constant__ Params p) {
   Element row_max[ROWS], row_sum[ROWS];  // in units of log2, of the whole row; of p, in this thread's columns
   Element rescale[ROWS];                 // what sums so far are worth against the new maximum
 #pragma unroll
-  for (int i = 0; i < ROWS; i++) row_max[i] = HIDDEN, row_sum[i] = 0;
+  for (int i = 0; i < ROWS; i++) {
+    row_max[i] = row_start(p, {batch, head});
+    row_sum[i] = row_max[i] == Element(HIDDEN) || thread_col != 0 ? 0 : 1;
+  }
 
   // s = q k^T
   const auto scores = [&]() {
@@ -112,7 +115,7 @@ fwd_simt(const __grid_constant__ Params p) {
       for (int i = 0; i < ROWS; i++) {
 #pragma unroll
         for (int j = 0; j < COLS; j++) {
-          if (!visible(p, q_idx(i), n0 + kv_offset(j))) s_rmem[i][j] = HIDDEN;
+          if (!visible(p, q_idx(i), n0 + kv_offset(j), {batch, head})) s_rmem[i][j] = HIDDEN;
         }
       }
     }
@@ -143,7 +146,7 @@ fwd_simt(const __grid_constant__ Params p) {
       const Element* rows = slices.next();
       if (masked && !simt::all_finite<cfg::SLICE_N * cfg::TILE_DV>(rows)) {
         simt::product_nn_seen<P_STRIDE, cfg::TILE_DV, cfg::SLICE_N>(sum, weights, rows, [&](int i, int n) {
-          return visible(p, q_idx(i), n0 + slice * cfg::SLICE_N + n);
+          return visible(p, q_idx(i), n0 + slice * cfg::SLICE_N + n, {batch, head});
         });
       } else {
         simt::product_nn<P_STRIDE, cfg::TILE_DV, cfg::SLICE_N>(sum, weights, rows);

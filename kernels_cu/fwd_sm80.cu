@@ -116,7 +116,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_CTAS) fwd_sm80(con
   u32 operand[2][4];            // B operands of two n8 blocks: for this unit and for the next
   u32 q_block[2][M_BLOCKS][4];  // A operands: the column blocks of q that stay in smem
   RowSoftmax<ROWS> softmax;
-  softmax.reset();
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) softmax.begin(r, row_start(p, {work.batch, work.head}), lane % 4 == 0);
 
   // The order of the work, which the compiler would otherwise choose: all products first and all exponentials after
   // them, operands loaded long before use, addresses computed before the loop and spilled in it. `zero` is 0, but the
@@ -172,7 +173,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_CTAS) fwd_sm80(con
     if (!masked) return;
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
-      const VisibleKeys keys = visible_keys(p, work.m0 + lane_row(from, r), n0 + from % 4 * 2);
+      const int kv0 = n0 + from % 4 * 2;
+      const VisibleKeys keys = visible_keys(p, work.m0 + lane_row(from, r), kv0, {work.batch, work.head});
 #pragma unroll
       for (int i = 0; i < KEY_BLOCKS * 4; i++) {
         if (!keys.has(i / 2 * 8 + i % 2)) s[r / 2][i / 2][r % 2 * 2 + i % 2] = HIDDEN;
@@ -303,7 +305,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_CTAS) fwd_sm80(con
       for (int n = range.begin * TILE_N; n < min(range.end * TILE_N, p.seqlen_k); n++) {
         if (is_full(n / TILE_N)) continue;
         const Element value = v_gmem[n * p.v_stride[1] + col * p.v_stride[3]];
-        if (nonfinite<Element>(value.bits) && visible(p, work.m0 + row, n)) sum += to_real(value);
+        if (nonfinite<Element>(value.bits) && visible(p, work.m0 + row, n, {work.batch, work.head})) sum += to_real(value);
       }
       o = Dtype<Element>::from_real(sum);
     }

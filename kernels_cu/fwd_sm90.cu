@@ -315,7 +315,8 @@ fwd_sm90(const __grid_constant__ Params p) {
   receive_work();
   while (work.valid) {
     float inverse[2];
-    softmax.reset();
+#pragma unroll
+    for (int r = 0; r < 2; r++) softmax.begin(r, row_start(p, {work.batch, work.head}), lane % 4 == 0);
 #pragma unroll
     for (int i = 0; i < TILE_DV / 2; i++) o_rmem[i] = 0;
     if (!scored) skip(tiles_before(tile_range, range));

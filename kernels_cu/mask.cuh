@@ -11,7 +11,10 @@ constexpr bool BOUND_LEFT = cfg::WINDOW_LEFT, BOUND_RIGHT = cfg::CAUSAL || cfg::
 // Whether kv_range depends on the rows. If not, all warps of a query tile walk the same key tiles.
 constexpr bool ROWS_DIFFER = BOUND_LEFT || BOUND_RIGHT;
 // Whether a key that exists may be hidden from some row.
-constexpr bool HIDES_KEYS = ROWS_DIFFER;
+constexpr bool HIDES_KEYS = ROWS_DIFFER || cfg::MASK;
+
+// Which head of the score matrix.
+struct Head { int batch, head; };
 
 __device__ __forceinline__ int window_right(const Params& p) { return cfg::CAUSAL ? 0 : p.window_right; }
 // Query i sees keys from i + left_shift on, and up to i + right_shift.
@@ -44,6 +47,7 @@ __device__ __forceinline__ TileRange kv_range(const Params& p, int m0, int rows 
     range.begin = min(max(m0 + left_shift(p), 0) / cfg::TILE_N, end);
     range.full_begin = ceil_div(max(min(m0 + rows, p.seqlen_q) - 1 + left_shift(p), 0), cfg::TILE_N);
   }
+  if (cfg::MASK) range.full_begin = end;
   return range;
 }
 
@@ -63,7 +67,7 @@ __device__ __forceinline__ TileRange q_range(const Params& p, int n0) {
     range.end = max(ceil_div(end_of_last, cfg::TILE_M), range.begin);
     range.full_end = end_of_first >= p.seqlen_q ? range.end : max(end_of_first, 0) / cfg::TILE_M;
   }
-  if (n0 + cfg::TILE_N > p.seqlen_k) range.full_begin = range.end;
+  if (cfg::MASK || n0 + cfg::TILE_N > p.seqlen_k) range.full_begin = range.end;
   return range;
 }
 
@@ -87,46 +91,72 @@ template <> struct Below<false> {
   __device__ __forceinline__ bool has(int) const { return true; }
 };
 
+// A row or a column of the array `mask`, from (q_idx, kv_idx) on. Only what exists is looked at.
+template <bool> struct Listed {
+  const unsigned char* first;
+  i64 stride;
+  __device__ __forceinline__ Listed(const Params& p, const Head& at, int q_idx, int kv_idx, bool along_keys)
+    : first(p.mask + at.batch * p.mask_stride[0] + at.head * p.mask_stride[1] + q_idx * p.mask_stride[2] +
+            kv_idx * p.mask_stride[3]),
+      stride(p.mask_stride[along_keys ? 3 : 2]) {}
+  __device__ __forceinline__ bool has(int offset) const { return first[offset * stride]; }
+};
+template <> struct Listed<false> {
+  __device__ __forceinline__ Listed(const Params&, const Head&, int, int, bool) {}
+  __device__ __forceinline__ bool has(int) const { return true; }
+};
+
 // What query q_idx sees of the keys kv0 + offset. Made once a row, it takes one comparison or two an element where
 // offsets are constants.
 struct VisibleKeys {
   Below<true> last;
   From<BOUND_LEFT> first;
-  __device__ __forceinline__ bool has(int offset) const { return last.has(offset) && first.has(offset); }
+  Listed<cfg::MASK> listed;
+  __device__ __forceinline__ bool has(int offset) const {
+    return last.has(offset) && first.has(offset) && listed.has(offset);
+  }
 };
-__device__ __forceinline__ VisibleKeys visible_keys(const Params& p, int q_idx, int kv0) {
+__device__ __forceinline__ VisibleKeys visible_keys(const Params& p, int q_idx, int kv0, const Head& at = {}) {
   int begin = 0, end = p.seqlen_k;
   if constexpr (BOUND_LEFT) begin = q_idx + left_shift(p) - kv0;
   if constexpr (BOUND_RIGHT) end = min(end, q_idx + right_shift(p) + 1);
-  return {{end - kv0}, {begin}};
+  if constexpr (cfg::MASK) end = q_idx < p.seqlen_q ? end : 0;
+  return {{end - kv0}, {begin}, {p, at, q_idx, kv0, true}};
 }
 
 // And for a whole key: which of the queries q0 + offset see key kv_idx.
 struct VisibleQueries {
   From<true> first;
-  Below<BOUND_LEFT> last;
-  __device__ __forceinline__ bool has(int offset) const { return first.has(offset) && last.has(offset); }
+  Below<BOUND_LEFT || cfg::MASK> last;
+  Listed<cfg::MASK> listed;
+  __device__ __forceinline__ bool has(int offset) const {
+    return first.has(offset) && last.has(offset) && listed.has(offset);
+  }
 };
-__device__ __forceinline__ VisibleQueries visible_queries(const Params& p, int kv_idx, int q0) {
+__device__ __forceinline__ VisibleQueries visible_queries(const Params& p, int kv_idx, int q0, const Head& at = {}) {
   constexpr int NONE = 0x7fffffff;
-  int begin = 0, end = 0;
+  int begin = 0, end = NONE;
   if constexpr (BOUND_RIGHT) begin = kv_idx - right_shift(p);
   if constexpr (BOUND_LEFT) end = kv_idx - left_shift(p) + 1 - q0;
-  return {{kv_idx < p.seqlen_k ? begin - q0 : NONE}, {end}};
+  if constexpr (cfg::MASK) end = min(end, p.seqlen_q - q0);
+  return {{kv_idx < p.seqlen_k ? begin - q0 : NONE}, {end}, {p, at, q0, kv_idx, false}};
 }
 
 // Whether query q_idx sees key kv_idx. True everywhere in the tiles of a full range.
-__device__ __forceinline__ bool visible(const Params& p, int q_idx, int kv_idx) {
+__device__ __forceinline__ bool visible(const Params& p, int q_idx, int kv_idx, const Head& at = {}) {
   return kv_idx < p.seqlen_k && (!BOUND_RIGHT || kv_idx <= q_idx + right_shift(p)) &&
-         (!BOUND_LEFT || kv_idx >= q_idx + left_shift(p));
+         (!BOUND_LEFT || kv_idx >= q_idx + left_shift(p)) &&
+         (!cfg::MASK || (q_idx < p.seqlen_q && Listed<cfg::MASK>(p, at, q_idx, kv_idx, true).has(0)));
 }
 
 // ---- Scores ---------------------------------------------------------------------------------------------------------
 
 using Real = decltype(Params::scale_log2);
 
-// Which head of the score matrix.
-struct Head { int batch, head; };
+// What the softmax of a row starts from, in units of log2.
+__device__ __forceinline__ Real row_start(const Params& p, const Head& at) {
+  return cfg::SINKS ? p.sinks[at.head * p.sinks_stride] * Real(LOG2_E) : Real(NEG_INF);
+}
 
 // Makes scores of products q.k, in units of log2, and gradients of products of gradients of scores. A positive scale
 // alone commutes with the maximum, so it is folded into the exponent's fused multiply-add (exponent_scale); everything
@@ -134,19 +164,31 @@ struct Head { int batch, head; };
 // what depends on positions costs little.
 struct Scorer {
   const Params& p;
-  Real slope, distance;  // ALIBI: of the head, in units of log2; of the element from the diagonal
+  Real slope, distance;   // ALIBI: of the head, in units of log2; of the element from the diagonal
+  const cfg::Bias* bias;  // BIAS: of the element
+  Head at;
+  int q_idx, kv_idx;
 
   __device__ __forceinline__ Scorer(const Params& p, const Head& at, int q_idx, int kv_idx) : p(p) {
-    if (cfg::ALIBI) {
+    if constexpr (cfg::ALIBI) {
       const i64 place = at.batch * p.alibi_slopes_stride[0] + at.head * p.alibi_slopes_stride[1];
-      slope = p.alibi_slopes[place] * Real(1.442695040888963407360);
+      slope = p.alibi_slopes[place] * Real(LOG2_E);
       distance = q_idx + p.seqlen_k - p.seqlen_q - kv_idx;
+    }
+    if constexpr (cfg::BIAS) {
+      bias = p.bias + place(p.bias_stride, at, q_idx, kv_idx);
+      this->at = at, this->q_idx = q_idx, this->kv_idx = kv_idx;
     }
   }
 
   // What is added to the product's own score.
   __device__ __forceinline__ Real addend(int q_offset, int kv_offset) const {
-    return cfg::ALIBI ? -slope * abs_real(distance + Real(q_offset - kv_offset)) : Real(0);
+    Real sum = 0;
+    if (cfg::ALIBI) sum = -slope * abs_real(distance + Real(q_offset - kv_offset));
+    if (cfg::BIAS && q_idx + q_offset < p.seqlen_q && kv_idx + kv_offset < p.seqlen_k) {
+      sum += Real(to_real(bias[q_offset * p.bias_stride[2] + kv_offset * p.bias_stride[3]])) * Real(LOG2_E);
+    }
+    return sum;
   }
   __device__ __forceinline__ Real score(Real qk, int q_offset, int kv_offset) const {
     if (!cfg::SCALE_FIRST) return qk;
@@ -159,6 +201,12 @@ struct Scorer {
   __device__ __forceinline__ Real gradient(Real prob, Real dp, Real delta, Real origin, int q_offset,
                                            int kv_offset) const {
     const Real ds = prob * (dp - delta);
+    if constexpr (cfg::BIAS) {
+      // What is hidden or does not exist has p = 0.
+      if (p.dbias && prob != 0) {
+        atomicAdd(p.dbias + place(p.dbias_stride, at, q_idx + q_offset, kv_idx + kv_offset), ds);
+      }
+    }
     if (!cfg::SOFTCAP) return ds;
     const Real capped = log2_real(prob) + origin - addend(q_offset, kv_offset);
     const Real t = max(min(capped * p.softcap_out_inverse, Real(1)), Real(-1));
@@ -166,7 +214,10 @@ struct Scorer {
   }
 
  private:
-  static constexpr bool ADDS = cfg::ALIBI;
+  static constexpr bool ADDS = cfg::ALIBI || cfg::BIAS;
+  static __device__ __forceinline__ i64 place(const i64 (&stride)[4], const Head& at, int q_idx, int kv_idx) {
+    return at.batch * stride[0] + at.head * stride[1] + q_idx * stride[2] + kv_idx * stride[3];
+  }
   static __device__ __forceinline__ Real tanh_score(Real x) {
     return sizeof(cfg::Element) == 2 ? tanh_approx(x) : tanh_real(x);
   }

@@ -12,6 +12,7 @@
 #include "dtypes.cuh"
 
 constexpr float LN2 = 0.693147180559945309f;
+constexpr double LOG2_E = 1.442695040888963407360;
 constexpr float MAX_EXPONENT = 8;  // 2^8 a probability: far from float16's 65504 even after a thousand such steps
 constexpr float NEG_INF = __builtin_bit_cast(float, 0xff800000u);
 constexpr float HIDDEN = NEG_INF;  // the score of a key that the row does not see
@@ -29,9 +30,9 @@ template <int ROWS> struct RowSoftmax {
   float reference[ROWS];  // in units of log2, -inf while the row has seen nothing
   float sum[ROWS];        // of p, this lane's columns
 
-  __device__ __forceinline__ void reset() {
-#pragma unroll
-    for (int r = 0; r < ROWS; r++) reference[r] = NEG_INF, sum[r] = 0;
+  // Before the first step, from a score that has no key (-inf: there is none). `speaker`: in one lane of the quad.
+  __device__ __forceinline__ void begin(int r, float start, bool speaker) {
+    reference[r] = start, sum[r] = start == NEG_INF || !speaker ? 0 : 1;
   }
 
   // Whether a score (the largest of this lane's) is too large for the reference. The first visible one always is; a
@@ -96,7 +97,7 @@ template <class Real> __device__ __forceinline__ Real log_sum_exp(Real row_max, 
 }
 // Backward: lse in units of log2, so that p = 2^(s * scale - origin); +inf for a row that saw nothing, so that p is 0.
 template <class Real> __device__ __forceinline__ Real lse_origin(Real lse) {
-  return lse == Real(NEG_INF) ? -Real(NEG_INF) : lse * Real(1.442695040888963407360);
+  return lse == Real(NEG_INF) ? -Real(NEG_INF) : lse * Real(LOG2_E);
 }
 
 // ---- Whole accumulators of wgmma: s[4 * j + 2 * r + e] is of the lane's row r ---------------------------------------

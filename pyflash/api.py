@@ -22,6 +22,9 @@ def flash_attention(
     window=(None, None),
     softcap=None,
     alibi_slopes=None,
+    bias=None,
+    mask=None,
+    sinks=None,
     return_lse=False,
     out=None,
 ):
@@ -47,6 +50,14 @@ def flash_attention(
     alibi_slopes : array (heads_q,) or (batch, heads_q), optional
         Adds -slope * |i + seqlen_k - seqlen_q - j| to the score of query i and key j. float32, or float64 for float64
         inputs.
+    bias : array, optional
+        Added to the scores, to which it broadcasts: (batch, heads_q, seqlen_q, seqlen_k), by sizes of 1 or fewer
+        dimensions, with any strides. Of q's dtype, or lse's.
+    mask : boolean array, optional
+        Which query sees which key; broadcasts as `bias`.
+    sinks : array (heads_q,), optional
+        A score of each head that takes part in its softmax and has no value: exp(sink) is added to each row's sum. Of
+        lse's dtype. Where it is given, lse includes it.
     return_lse : bool
         Also return lse, the natural logarithm of the sum of exp(scores) of each row, which the backward needs.
     out : array (batch, seqlen_q, heads_q, head_dim_v), optional
@@ -72,7 +83,15 @@ def flash_attention(
     work is queued on the caller's current stream. Torch tensors that require grad are differentiable, torch.compile
     can trace the call, and under torch's autocast q, k and v are cast as for torch's own attention.
     """
-    options = {"causal": causal, "window": window, "softcap": softcap, "alibi_slopes": alibi_slopes}
+    options = {
+        "causal": causal,
+        "window": window,
+        "softcap": softcap,
+        "alibi_slopes": alibi_slopes,
+        "bias": bias,
+        "mask": mask,
+        "sinks": sinks,
+    }
     given = {"q": q, "k": k, "v": v} if out is None else {"q": q, "k": k, "v": v, "o": out}
     if not isinstance(return_lse, bool):
         raise TypeError(f"return_lse: got {return_lse!r}, takes True or False")
@@ -108,8 +127,13 @@ def flash_attention_backward(
     window=(None, None),
     softcap=None,
     alibi_slopes=None,
+    bias=None,
+    mask=None,
+    sinks=None,
     dlse=None,
     deterministic=False,
+    return_dbias=False,
+    return_dsinks=False,
 ):
     """The gradients of `flash_attention`: dq, dk, dv, each of the shape, dtype and kind of what it belongs to.
 
@@ -117,18 +141,20 @@ def flash_attention_backward(
     ----------
     dout : array (batch, seqlen_q, heads_q, head_dim_v)
         The gradient of out; any strides.
-    q, k, v, softmax_scale, causal, window, softcap, alibi_slopes
+    q, k, v, softmax_scale, causal, window, softcap, alibi_slopes, bias, mask, sinks
         As they were in the forward call.
     out, lse
         What the forward call returned.
     dlse : array (batch, heads_q, seqlen_q), optional
         The gradient of lse, where lse itself was used.
     deterministic : bool
-        Bitwise the same gradients each time. Otherwise the order in which dq is summed may vary.
+        Bitwise the same gradients each time. Otherwise the order in which dq and dbias are summed may vary.
+    return_dbias, return_dsinks : bool
+        Also return the gradient of `bias`, summed over what was broadcast, and that of `sinks`.
 
     Returns
     -------
-    dq, dk, dv : arrays
+    dq, dk, dv[, dbias][, dsinks] : arrays
 
     Raises
     ------
@@ -140,21 +166,33 @@ def flash_attention_backward(
     FlashAttention (Dao et al. 2022, algorithm 4) with the work split of FlashAttention-2: scores are recomputed from
     lse, in O(seqlen) extra memory.
     """
-    options = {"causal": causal, "window": window, "softcap": softcap, "alibi_slopes": alibi_slopes}
+    options = {
+        "causal": causal,
+        "window": window,
+        "softcap": softcap,
+        "alibi_slopes": alibi_slopes,
+        "bias": bias,
+        "mask": mask,
+        "sinks": sinks,
+    }
     given = {"q": q, "k": k, "v": v, "dout": dout, "o": out, "lse": lse}
     if dlse is not None:
         given["dlse"] = dlse
-    if not isinstance(deterministic, bool):
-        raise TypeError(f"deterministic: got {deterministic!r}, takes True or False")
+    wanted = {"bias": return_dbias, "sinks": return_dsinks}
+    for name, flag in {"deterministic": deterministic, **{f"return_d{n}": x for n, x in wanted.items()}}.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name}: got {flag!r}, takes True or False")
+    gradients = tuple(name for name, flag in wanted.items() if flag)
     if arrays.traced_by_torch():
         from . import torch as glue
 
         options = {"softmax_scale": softmax_scale, **options}
-        return tuple(glue.attention_backward(dout, q, k, v, out, lse, dlse, options, deterministic))
+        return tuple(glue.attention_backward(dout, q, k, v, out, lse, dlse, options, deterministic, gradients))
     scalars = _split(options, given)
     kind = arrays.common_kind(given)
-    results = _call(kind, given, softmax_scale, scalars, backward=True, deterministic=deterministic)
-    return results["dq"], results["dk"], results["dv"]
+    flags = {"backward": True, "deterministic": deterministic, "gradients": gradients}
+    results = _call(kind, given, softmax_scale, scalars, **flags)
+    return tuple(results[f"d{name}"] for name in ("q", "k", "v", *gradients))
 
 
 entry.forward, entry.backward = flash_attention, flash_attention_backward
@@ -170,6 +208,9 @@ def explain(
     window=(None, None),
     softcap=None,
     alibi_slopes=None,
+    bias=None,
+    mask=None,
+    sinks=None,
     backward=False,
     deterministic=False,
     gpu=None,
@@ -178,7 +219,7 @@ def explain(
 
     Parameters
     ----------
-    q, k, v, softmax_scale, causal, window, softcap, alibi_slopes
+    q, k, v, softmax_scale, causal, window, softcap, alibi_slopes, bias, mask, sinks
         As for `flash_attention`.
     backward : bool
         Explain `flash_attention_backward`, with contiguous dout and out.
@@ -192,7 +233,15 @@ def explain(
     Explanation
         Print it to read it; its attributes hold the plan and the figures.
     """
-    options = {"causal": causal, "window": window, "softcap": softcap, "alibi_slopes": alibi_slopes}
+    options = {
+        "causal": causal,
+        "window": window,
+        "softcap": softcap,
+        "alibi_slopes": alibi_slopes,
+        "bias": bias,
+        "mask": mask,
+        "sinks": sinks,
+    }
     given = {"q": q, "k": k, "v": v}
     scalars = _split(options, given)
     kind = arrays.common_kind(given)
@@ -238,13 +287,14 @@ def _tensors(kind: arrays.Kind, keys: dict[str, arrays.Key]) -> dict[str, proble
     return tensors
 
 
-def _prepare(kind, seen, softmax_scale, scalars, backward, wants_lse, deterministic) -> _Prepared:
+def _prepare(kind, seen, softmax_scale, scalars, backward, wants_lse, deterministic, gradients) -> _Prepared:
     made = problem.make(
         _tensors(kind, seen.keys),
         backward=backward,
         softmax_scale=softmax_scale,
         deterministic=deterministic,
         wants_lse=wants_lse,
+        gradients=gradients,
         options=dict(scalars),
     )
     executable = None
@@ -264,11 +314,12 @@ def _call(
     backward: bool = False,
     wants_lse: bool = False,
     deterministic: bool = False,
+    gradients: tuple[str, ...] = (),
 ) -> dict[str, object]:
     """Check, plan and run one call. Returns the arrays that it made, of the caller's kind, by name."""
     seen = arrays.Inspected(kind, given)
     softmax_scale = problem.check_scale(softmax_scale)
-    flags = (softmax_scale, tuple(scalars.items()), backward, wants_lse, deterministic)
+    flags = (softmax_scale, tuple(scalars.items()), backward, wants_lse, deterministic, gradients)
     call = (kind.name, seen.device_id, *seen.keys, *seen.keys.values(), *flags, debug.FAMILIES)
     prepared = _prepared.get(call)
     if prepared is None:
@@ -291,7 +342,7 @@ def _call(
 def _run_numpy(made: problem.Problem, views: dict[str, object]) -> None:
     run, names = cpu.forward, ("q", "k", "v", "o", "lse")
     if made.backward:
-        run, names = cpu.backward, ("dout", "q", "k", "v", "o", "lse", "dlse", "dq", "dk", "dv")
+        run, names = cpu.backward, ("dout", "q", "k", "v", "o", "lse", "dlse", "dq", "dk", "dv", "dbias", "dsinks")
     on = {**dict(made.options), **views}
     on = {name: on[name] for name in features.BY_NAME if name in on}
     run(*(views.get(name) for name in names), softmax_scale=made.softmax_scale, on=on)

@@ -12,7 +12,7 @@ from functools import cache
 import numpy as np
 
 from .errors import Unsupported
-from .problem import DTYPES, Tensor, argument
+from .problem import DTYPES, ITEMSIZES, Tensor, argument
 
 _DLPACK_CPU, _DLPACK_CUDA = 1, 2
 
@@ -242,7 +242,7 @@ def kind_of(array, name: str) -> Kind:
             return TORCH
         if array.device.type == "cpu":
             dtype = str(array.dtype).removeprefix("torch.")
-            if dtype not in DTYPES:  # not left to NumPy, which does not know them all
+            if dtype not in ITEMSIZES:  # not left to NumPy, which does not know them all
                 raise TypeError(f"{shown}: got dtype {dtype}, takes one of {', '.join(DTYPES)}")
             return TORCH_CPU
         raise Unsupported(f"{shown}: got a torch tensor on {array.device}, takes one on a CUDA device or the CPU")

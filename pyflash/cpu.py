@@ -34,7 +34,8 @@ def forward(q, k, v, out, lse, *, softmax_scale: float, on: dict[str, object]) -
                 q_tile = stack.q_rows(q, m)
                 acc = np.zeros((*q_tile.shape[:-1], v.shape[3]), q_tile.dtype)
                 row_max = np.full((*q_tile.shape[:-1], 1), -np.inf, q_tile.dtype)
-                row_sum = np.zeros_like(row_max)
+                row_max[...] = stack.sink(m)
+                row_sum = np.where(row_max == -np.inf, row_max.dtype.type(0), row_max.dtype.type(1))
                 for n, visible in stack.visited(m):
                     s = q_tile @ k_stack[:, :, n].swapaxes(-1, -2)
                     s *= scale
@@ -57,9 +58,14 @@ def forward(q, k, v, out, lse, *, softmax_scale: float, on: dict[str, object]) -
                     stack.store_statistic(lse, m, row_max + np.log(row_sum))
 
 
-def backward(dout, q, k, v, out, lse, dlse, dq, dk, dv, *, softmax_scale: float, on: dict[str, object]) -> None:
-    """Write the gradients into `dq`, `dk`, `dv`, recomputing the probabilities from `lse`. `dlse` may be None."""
+def backward(
+    dout, q, k, v, out, lse, dlse, dq, dk, dv, dbias=None, dsinks=None, *, softmax_scale: float, on: dict[str, object]
+) -> None:
+    """Write the gradients into `dq`, `dk`, `dv`, and `dbias` and `dsinks` unless they are None, recomputing the
+    probabilities from `lse`. `dlse` may be None."""
     scale = _real(q)(softmax_scale)
+    dbias_sum = None if dbias is None else np.zeros((1,) * (4 - dbias.ndim) + dbias.shape, _real(q))
+    dsinks_sum = np.zeros(q.shape[2], _real(q))
     with np.errstate(all="ignore"):
         for stack in _stacks(q, k, on):
             k_stack, v_stack = stack.kv_rows(k), stack.kv_rows(v)
@@ -72,6 +78,8 @@ def backward(dout, q, k, v, out, lse, dlse, dq, dk, dv, *, softmax_scale: float,
                     delta -= stack.statistic(dlse, m)
                 shift = stack.statistic(lse, m)
                 np.copyto(shift, np.inf, where=shift == -np.inf)  # a row with no visible key: p = 0
+                if dsinks is not None:
+                    stack.add_dsinks(dsinks_sum, m, np.exp(stack.sink(m) - shift) * -delta)
                 dq_tile = np.zeros_like(q_tile)
                 for n, visible in stack.visited(m):
                     transposed = None if visible is None else visible.swapaxes(-1, -2)
@@ -85,9 +93,13 @@ def backward(dout, q, k, v, out, lse, dlse, dq, dk, dv, *, softmax_scale: float,
                     ds = dout_tile @ v_tile.swapaxes(-1, -2)
                     ds -= delta
                     ds *= p
-                    ds *= slope
                     if visible is not None:
                         np.copyto(p, 0, where=~visible)
+                        np.copyto(ds, 0, where=~visible)
+                    if dbias is not None:
+                        stack.add_dbias(dbias_sum, m, n, ds)
+                    ds *= slope
+                    if visible is not None and not np.isscalar(slope):
                         np.copyto(ds, 0, where=~visible)
                     dv_stack[:, :, n] += _matmul(p.swapaxes(-1, -2), dout_tile, transposed)
                     dk_stack[:, :, n] += _matmul(ds.swapaxes(-1, -2), q_tile, transposed)
@@ -95,6 +107,10 @@ def backward(dout, q, k, v, out, lse, dlse, dq, dk, dv, *, softmax_scale: float,
                 stack.store_q_rows(dq, m, scale * dq_tile)
             stack.store_kv_rows(dk, scale * dk_stack)
             stack.store_kv_rows(dv, dv_stack)
+    if dbias is not None:
+        dbias[...] = dbias_sum.reshape(dbias.shape)
+    if dsinks is not None:
+        dsinks[...] = dsinks_sum
 
 
 class _Stack:
@@ -151,6 +167,24 @@ class _Stack:
         by_head = s.reshape(s.shape[0], -1, m.stop - m.start, s.shape[-1])
         slope = features.slope(self.on, by_head, self._place(m, n))
         return slope if np.isscalar(slope) else slope.reshape(s.shape)
+
+    def sink(self, m: slice):
+        """What takes part in each row's softmax besides its keys, in the shape of statistics."""
+        sink = features.sink(self.on, self._place(m, slice(0, 1)))
+        if sink is None:
+            return -np.inf
+        return self._of_rows(np.broadcast_to(sink, (1, *sink.shape[1:2], m.stop - m.start, 1)).astype(self.real))
+
+    def add_dsinks(self, total, m: slice, rows):
+        heads = self.q_heads.stop - self.q_heads.start
+        total[self.q_heads] += rows.reshape(rows.shape[0], heads, m.stop - m.start).sum((0, 2))
+
+    def add_dbias(self, total, m: slice, n: slice, ds):
+        """Add a tile of the gradient of scores, summed over what was broadcast."""
+        heads = self.q_heads.stop - self.q_heads.start
+        part = self._place(m, n).of(total)
+        ds = ds.reshape(ds.shape[0], heads, m.stop - m.start, ds.shape[-1])
+        part += ds.sum(tuple(axis for axis in range(4) if part.shape[axis] != ds.shape[axis]), keepdims=True)
 
     def _place(self, m: slice, n: slice) -> Place:
         return Place(self.batches, self.q_heads, m, n, self.sizes)

@@ -73,6 +73,7 @@ class Feature:
     is_array = False
     changes_scores = False  # whether there is a score()
     hides_anywhere = False  # whether it hides keys apart from their position
+    has_gradient = False
     flags: tuple[str, ...]  # cfg:: constants
     fields: tuple[Field, ...] = ()
     kernels: tuple[str, ...] = ()
@@ -109,6 +110,10 @@ class Feature:
     def slope(self, value, s: np.ndarray, at: Place) -> np.ndarray | float:
         """The derivative of score() at s."""
         return 1.0
+
+    def sink(self, value, at: Place) -> np.ndarray | None:
+        """A score that takes part in the softmax of each row and has no key."""
+        return None
 
 
 def _fail(name: str, value: object, takes: str, error: type[Exception]):
@@ -228,7 +233,89 @@ class _AlibiSlopes(Feature):
         return s - slopes * np.abs(i + at.sizes.seqlen_k - at.sizes.seqlen_q - j).astype(s.dtype)
 
 
-FEATURES: tuple[Feature, ...] = (_Causal(), _Window(), _Softcap(), _AlibiSlopes())
+class _Broadcast(Feature):
+    """An array that broadcasts to the score matrix, by NumPy's rules."""
+
+    is_array = True
+
+    def shape_error(self, shape, sizes):
+        fits = len(shape) <= 4 and all(
+            n in (1, size) for n, size in zip(reversed(shape), reversed(sizes), strict=False)
+        )
+        return None if fits else f"one that broadcasts to {tuple(sizes)}: (batch, heads_q, seqlen_q, seqlen_k)"
+
+    def values(self, value, softmax_scale, sizes):
+        return {f"{self.name}_stride": self._strides(value.strides, value.shape)}
+
+    def _strides(self, strides, shape) -> tuple[int, ...]:
+        """Of the whole matrix, 0 where the array is broadcast."""
+        return (0, 0, 0, 0, *(stride if n > 1 else 0 for stride, n in zip(strides, shape, strict=True)))[-4:]
+
+
+class _Bias(_Broadcast):
+    name, takes = "bias", "None or an array that broadcasts to (batch, heads_q, seqlen_q, seqlen_k)"
+    changes_scores = has_gradient = True
+    flags = ("BIAS",)
+    kernels = SIMT + SM80
+    fields = (
+        Field(
+            "bias", "pointer", "const cfg::Bias*", "(batch, num_heads_q, seqlen_q, seqlen_k), strides may be 0; BIAS"
+        ),
+        Field("bias_stride", "i64", "long long", "elements: batch, head, query, key", 4),
+        Field("dbias", "pointer", "{real}*", "the same, zeroed; null: not wanted"),
+        Field("dbias_stride", "i64", "long long", "elements: batch, head, query, key", 4),
+    )
+
+    def dtypes(self, dtype, real):
+        return tuple(dict.fromkeys((dtype, real)))
+
+    def values(self, value, softmax_scale, sizes):
+        contiguous = [math.prod(value.shape[i + 1 :]) for i in range(len(value.shape))]
+        strides = super().values(value, softmax_scale, sizes)
+        return {**strides, "dbias_stride": self._strides(contiguous, value.shape)}
+
+    def score(self, value, s, at):
+        return s + at.of(value).astype(s.dtype)
+
+
+class _Mask(_Broadcast):
+    name, takes = "mask", "None or a boolean array that broadcasts to (batch, heads_q, seqlen_q, seqlen_k)"
+    hides_anywhere = True
+    flags = ("MASK",)
+    kernels = SIMT + SM80
+    fields = (
+        Field("mask", "pointer", "const unsigned char*", "(batch, num_heads_q, seqlen_q, seqlen_k); MASK"),
+        Field("mask_stride", "i64", "long long", "elements: batch, head, query, key", 4),
+    )
+
+    def dtypes(self, dtype, real):
+        return ("bool",)
+
+    def visible(self, value, at):
+        return np.broadcast_to(at.of(value), [part.stop - part.start for part in at[:4]])
+
+
+class _Sinks(Feature):
+    name, takes = "sinks", "None or an array (heads_q,)"
+    is_array = has_gradient = True
+    flags = ("SINKS",)
+    kernels = SIMT + SM80 + SM90
+    fields = (
+        Field("sinks", "pointer", "const {real}*", "(num_heads_q); SINKS"),
+        Field("sinks_stride", "i64", "long long", "elements"),
+    )
+
+    def shape_error(self, shape, sizes):
+        return None if shape == (sizes.heads_q,) else f"({sizes.heads_q},): (heads_q,)"
+
+    def values(self, value, softmax_scale, sizes):
+        return {"sinks_stride": value.strides[0]}
+
+    def sink(self, value, at):
+        return at.of(np.asarray(value)[:, None, None])
+
+
+FEATURES: tuple[Feature, ...] = (_Causal(), _Window(), _Softcap(), _AlibiSlopes(), _Bias(), _Mask(), _Sinks())
 BY_NAME = {feature.name: feature for feature in FEATURES}
 DEFAULTS = {feature.name: feature.default for feature in FEATURES}
 FIELDS = tuple(field for feature in FEATURES for field in feature.fields)
@@ -308,6 +395,12 @@ def score(on: Mapping[str, object], s: np.ndarray, at: Place) -> np.ndarray:
     for name, value in on.items():
         s = BY_NAME[name].score(value, s, at)
     return s
+
+
+def sink(on: Mapping[str, object], at: Place) -> np.ndarray | None:
+    """A score that takes part in the softmax of each row and has no key, (1, heads, 1, 1); None: none."""
+    found = (BY_NAME[name].sink(value, at) for name, value in on.items())
+    return next((sink for sink in found if sink is not None), None)
 
 
 def slope(on: Mapping[str, object], s: np.ndarray, at: Place) -> np.ndarray | float:

@@ -129,6 +129,18 @@ TABLES: dict[str, tuple[Field, ...]] = {
         Field("semaphore", "pointer", "int*", "(batch, num_heads_q, num_m_blocks) to zero; null: none"),
         *_SIZES,
     ),
+    "bwd_sinks": (
+        *_LSE_IN,
+        *_DELTA_IN,
+        *features.BY_NAME["sinks"].fields,
+        Field("dsinks", "pointer", "{real}*", "(num_heads_q), contiguous"),
+        *_SIZES,
+    ),
+    "bwd_dbias": (
+        Field("sum", "pointer", "{real}*", "contiguous"),
+        Field("out", "pointer", "cfg::Bias*", "contiguous"),
+        Field("count", "i64", "long long", "elements"),
+    ),
     "bwd_convert": _CONVERT,
     "bwd_convert_sm90": _CONVERT,
 }

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from . import features, params
 from .device import Device
 from .errors import Unsupported
-from .problem import Problem, Tensor
+from .problem import DTYPES, REAL_DTYPES, Problem, Tensor
 from .tiles import FAMILIES, KERNELS, Kernel, Row
 
 _WORKSPACE_ALIGNMENT = 256
@@ -167,7 +168,12 @@ def _config(problem: Problem, name: str, row: Row, tensors: dict[str, Tensor]) -
 
 def _score_config(problem: Problem) -> dict[str, object]:
     scaled_first = problem.softmax_scale <= 0 or features.changes_scores(problem.on)
-    return {"SCALE_FIRST": scaled_first, **features.flags(problem.on)}
+    return {"SCALE_FIRST": scaled_first, "Bias": _bias_element(problem), **features.flags(problem.on)}
+
+
+def _bias_element(problem: Problem) -> str:
+    bias = dict(problem.tensors).get("bias")
+    return DTYPES[bias.dtype].element if bias else problem.dtype.element
 
 
 def _launch(
@@ -175,13 +181,14 @@ def _launch(
     device: Device,
     name: str,
     arrays: dict[str, Tensor],
-    pointers: tuple[str, ...],
+    pointers: tuple[str | tuple[str, str], ...],
     grid: Callable[[dict[str, int]], int],
     config: dict[str, object] | None = None,
     values: dict[str, object] | None = None,
     tensor_maps: dict[str, TensorMap] | None = None,
 ) -> Launch:
-    """A launch of kernel `name` over `arrays` (given with their strides) and `pointers` (contiguous by contract)."""
+    """A launch of kernel `name` over `arrays` (given with their strides) and `pointers` (contiguous by contract), given
+    as names, or as pairs of the argument's and the array's."""
     kernel = KERNELS[name]
     row = _row(problem, kernel, device)
     if row is None:
@@ -203,12 +210,11 @@ def _launch(
         values=tuple(
             {
                 **{f"{n}_stride": t.strides for n, t in arrays.items()},
-                **sizes,
+                **{n: x for n, x in (sizes | common).items() if n in known},
                 **(values or {}),
-                **{n: x for n, x in common.items() if n in known},
             }.items()
         ),
-        arrays=tuple((n, n) for n in (*arrays, *pointers, *on_arrays)),
+        arrays=tuple((n, n) if isinstance(n, str) else n for n in (*arrays, *pointers, *on_arrays)),
         tensor_maps=tuple((tensor_maps or {}).items()),
     )
 
@@ -292,6 +298,48 @@ def _forward_sm90(problem: Problem, device: Device, notes: tuple[str, ...]) -> P
     return _finish(problem, "sm90", [launch], {}, notes)
 
 
+@dataclass(frozen=True)
+class _FeatureGradients:
+    """What the gradients of features take besides what the main kernels do."""
+
+    before: tuple[Launch, ...]
+    after: tuple[Launch, ...]
+    workspace: dict[str, int]
+    pointers: tuple[tuple[str, str], ...]  # of the main kernel that sums them
+
+
+def _feature_gradients(problem: Problem, device: Device) -> _FeatureGradients:
+    tensors, before, after, workspace, pointers = dict(problem.tensors), [], [], {}, ()
+    if "dbias" in tensors:
+        bias = tensors["dbias"]
+        count, every = math.prod(bias.shape), math.prod(problem.sizes)
+        if problem.deterministic and count < every:
+            raise Unsupported(
+                f"deterministic: got True with return_dbias of a bias {bias.shape} that broadcasts to "
+                f"{tuple(problem.sizes)}, takes False: its sum comes in any order"
+            )
+        in_place = bias.dtype == REAL_DTYPES[problem.dtype.real]
+        total = "dbias" if in_place else "dbias_sum"
+        pointers = (("dbias", total),)
+
+        def around(zero: bool) -> Launch:
+            tile = KERNELS["bwd_dbias"].rows[0].tile_m
+            config = {"ZERO": zero, "Bias": _bias_element(problem)}
+            both = (("sum", total), ("out", "dbias"))
+            return _launch(
+                problem, device, "bwd_dbias", {}, both, lambda _: _cdiv(count, tile), config, {"count": count}
+            )
+
+        before = [around(zero=True)]
+        if not in_place:
+            workspace[total] = count * 4
+            after = [around(zero=False)]
+    if "dsinks" in tensors:
+        given = {"lse": tensors["lse"]}
+        after += [_launch(problem, device, "bwd_sinks", given, ("delta", "dsinks"), lambda n: n["num_heads_q"])]
+    return _FeatureGradients(tuple(before), tuple(after), workspace, pointers)
+
+
 def _backward_sm90(problem: Problem, device: Device, notes: tuple[str, ...]) -> Plan:
     tensors = dict(problem.tensors)
     rows = problem.batch * problem.num_heads_q * problem.seqlen_q
@@ -336,7 +384,8 @@ def _backward_sm90(problem: Problem, device: Device, notes: tuple[str, ...]) -> 
         ("dq_accum",),
         lambda n: n["num_m_blocks"] * problem.num_heads_q * problem.batch,
     )
-    return _finish(problem, "sm90", [delta, main, convert], workspace, notes)
+    more = _feature_gradients(problem, device)
+    return _finish(problem, "sm90", [delta, main, convert, *more.after], workspace, notes)
 
 
 def _backward(problem: Problem, device: Device, family: str, notes: tuple[str, ...]) -> Plan:
@@ -355,6 +404,8 @@ def _backward(problem: Problem, device: Device, family: str, notes: tuple[str, .
         workspace["semaphore"] = problem.batch * problem.num_heads_q * _cdiv(problem.seqlen_q, row.tile_m) * 4
     given = {n: tensors[n] for n in ("q", "k", "v", "dout", "lse")}
     flags = {"DETERMINISTIC": ordered}
+    more = _feature_gradients(problem, device)
+    every_piece = workspace | more.workspace
 
     def per_row(tile_m: int):
         return lambda n: _cdiv(rows, tile_m)
@@ -376,15 +427,15 @@ def _backward(problem: Problem, device: Device, family: str, notes: tuple[str, .
     )
     if not through_accum:
         every = {**given, **{n: tensors[n] for n in ("dq", "dk", "dv")}}
-        dq = _launch(problem, device, name, every, ("delta",), per_query_tile, {"PHASE_DQ": True})
+        dq = _launch(problem, device, name, every, ("delta", *more.pointers), per_query_tile, {"PHASE_DQ": True})
         dkdv = _launch(problem, device, name, every, ("delta",), per_key_tile, {"PHASE_DQ": False})
-        return _finish(problem, family, [delta, dq, dkdv], workspace, notes)
+        return _finish(problem, family, [delta, *more.before, dq, dkdv, *more.after], every_piece, notes)
     main = _launch(
         problem,
         device,
         name,
         {**given, "dk": tensors["dk"], "dv": tensors["dv"]},
-        tuple(workspace),
+        (*workspace, *more.pointers),
         per_key_tile,
         flags,
     )
@@ -396,7 +447,7 @@ def _backward(problem: Problem, device: Device, family: str, notes: tuple[str, .
         ("dq_accum",),
         per_row(_row(problem, KERNELS["bwd_convert"], device).tile_m),
     )
-    return _finish(problem, family, [delta, main, convert], workspace, notes)
+    return _finish(problem, family, [delta, *more.before, main, convert, *more.after], every_piece, notes)
 
 
 def plan(problem: Problem, device: Device, families: tuple[str, ...] = FAMILIES) -> Plan:

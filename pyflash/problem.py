@@ -194,12 +194,13 @@ def make(
     softmax_scale: object = None,
     deterministic: bool = False,
     wants_lse: bool = False,
+    gradients: tuple[str, ...] = (),
     options: dict[str, object] | None = None,
 ) -> Problem:
     """Check a call and turn it into a Problem, whose `tensors` are those given and the outputs.
 
     `tensors` holds q, k, v; for a forward the o to write to, if any; for a backward dout, o, lse, and dlse, if any;
-    and the arrays of features. `options` holds their scalars.
+    and the arrays of features. `options` holds their scalars. `gradients` are the features whose gradients are wanted.
     """
     on, scale = tuple(features.check(options or {}).items()), check_scale(softmax_scale)
     check = _Checker(tensors, describe(tensors, softmax_scale, on))
@@ -243,7 +244,10 @@ def make(
     for name in tensors.keys() & features.BY_NAME.keys():
         check.feature(features.BY_NAME[name], dtype, sizes)
     if backward:
-        outputs = {f"d{name}": contiguous(tensors[name].shape, q.dtype) for name in "qkv"}
+        for name in gradients:
+            if name not in tensors:
+                raise ValueError(f"return_d{name}: got True, takes False where {name} is None; call {check.call}")
+        outputs = {f"d{n}": contiguous(tensors[n].shape, tensors[n].dtype) for n in (*"qkv", *gradients)}
     else:
         outputs = {"o": contiguous(outs, q.dtype)} if "o" not in tensors else {}
         outputs |= {"lse": contiguous(rows, REAL_DTYPES[dtype.real])} if wants_lse else {}

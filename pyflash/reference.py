@@ -20,7 +20,7 @@ def attention(q, k, v, *, softmax_scale: float | None = None, **options):
     """softmax(score(softmax_scale * q k^T)) v and its log-sum-exp.
 
     Returns `out` (batch, seqlen_q, heads_q, head_dim_v) and `lse` (batch, heads_q, seqlen_q), both float64. A row
-    that sees no key has out 0 and lse -inf.
+    that sees no key has out 0, and lse -inf or its sink.
     """
     q, k, v = _by_head(q, k, v)
     with np.errstate(all="ignore"):
@@ -28,8 +28,20 @@ def attention(q, k, v, *, softmax_scale: float | None = None, **options):
         return rows.out(v).swapaxes(1, 2), rows.lse
 
 
-def attention_backward(dout, q, k, v, *, softmax_scale: float | None = None, dlse=None, **options):
-    """The gradients dq, dk, dv of sum(out * dout) + sum(lse * dlse), float64, in the shapes of q, k, v."""
+def attention_backward(
+    dout,
+    q,
+    k,
+    v,
+    *,
+    softmax_scale: float | None = None,
+    dlse=None,
+    return_dbias: bool = False,
+    return_dsinks: bool = False,
+    **options,
+):
+    """The gradients dq, dk, dv[, dbias][, dsinks] of sum(out * dout) + sum(lse * dlse), float64, in the shapes of what
+    they belong to."""
     heads_kv = np.shape(k)[2]
     q, dout, k, v = _by_head(q, dout, k, v)
     scale = _scale(q, softmax_scale)
@@ -40,11 +52,14 @@ def attention_backward(dout, q, k, v, *, softmax_scale: float | None = None, dls
             delta = delta - np.asarray(dlse, np.float64)
         visible, transposed = rows.visible, rows.visible.swapaxes(-1, -2)
         ds = np.where(visible, rows.p * (dout @ v.swapaxes(-1, -2) - delta[..., None]), 0.0)
+        dbias = summed_to(np.shape(options.get("bias", 0)), ds)
         ds = np.where(visible, ds * rows.slope, 0.0)
         dq = scale * select_matmul(ds, k, visible)
         dk = scale * select_matmul(ds.swapaxes(-1, -2), q, transposed)
         dv = select_matmul(rows.p.swapaxes(-1, -2), dout, transposed)
-    return dq.swapaxes(1, 2), _per_kv_head(dk, heads_kv), _per_kv_head(dv, heads_kv)
+        dsinks = (-rows.p_sink * delta).sum((0, 2))
+    extra = (dbias,) * return_dbias + (dsinks,) * return_dsinks
+    return dq.swapaxes(1, 2), _per_kv_head(dk, heads_kv), _per_kv_head(dv, heads_kv), *extra
 
 
 class _Rows:
@@ -55,11 +70,15 @@ class _Rows:
         self.visible = visibility(Sizes(*s.shape), options)
         self.slope = features.slope(on, s, whole)
         s = np.where(self.visible, features.score(on, s, whole), -np.inf)
-        row_max = s.max(-1, keepdims=True, initial=-np.inf)
-        p = np.exp(s - np.where(row_max == -np.inf, 0.0, row_max))
-        row_sum = p.sum(-1, keepdims=True)
+        sink = features.sink(on, whole)
+        sink = np.float64(-np.inf) if sink is None else sink.astype(np.float64)
+        row_max = np.maximum(s.max(-1, keepdims=True, initial=-np.inf), sink)
+        shift = np.where(row_max == -np.inf, 0.0, row_max)
+        p, p_sink = np.exp(s - shift), np.exp(sink - shift)
+        row_sum = p.sum(-1, keepdims=True) + p_sink
         self.lse = (row_max + np.log(row_sum))[..., 0]
-        self.p = np.where(self.visible, p / np.where(row_sum == 0, 1.0, row_sum), 0.0)
+        divisor = np.where(row_sum == 0, 1.0, row_sum)
+        self.p, self.p_sink = np.where(self.visible, p / divisor, 0.0), (p_sink / divisor)[..., 0]
 
     def out(self, v):
         return select_matmul(self.p, v, self.visible)
@@ -84,6 +103,12 @@ def visibility(sizes: Sizes, options: dict[str, object]):
     """Which query sees which key: (seqlen_q, seqlen_k), with batches and heads in front where they differ."""
     seen = features.visible(features.check(options), Place.whole(sizes))
     return np.ones(sizes[2:], bool) if seen is None else seen
+
+
+def summed_to(shape: tuple[int, ...], a):
+    """The gradient of an array of this shape that was broadcast to `a`."""
+    axes = tuple(axis for axis in range(a.ndim) if axis < a.ndim - len(shape) or shape[axis - a.ndim] != a.shape[axis])
+    return a.sum(axes, keepdims=True).reshape(shape)
 
 
 def _scale(q, softmax_scale):

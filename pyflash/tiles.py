@@ -349,6 +349,22 @@ KERNELS: dict[str, Kernel] = {
         ),
         spill_bytes=32,  # where float16 is loaded element by element
     ),
+    "bwd_sinks": Kernel(
+        dtypes=_HALF + _FULL,
+        min_capability=(7, 5),
+        only_capability=None,
+        pad=16,
+        smem_bytes=_no_smem,
+        rows=(Row(256, 1, 1, 1024, 1, 1, "a CTA for each head"),),
+    ),
+    "bwd_dbias": Kernel(
+        dtypes=_HALF + _FULL,
+        min_capability=(7, 5),
+        only_capability=None,
+        pad=16,
+        smem_bytes=_no_smem,
+        rows=(Row(256, 1024, 1, 256, 1, 2, "four elements a thread"),),
+    ),
     "bwd_convert": Kernel(
         dtypes=_HALF,
         min_capability=(8, 0),

@@ -34,15 +34,20 @@ def assert_attention(out, lse, q, k, v, *, softmax_scale: float | None = None, *
         assert lse.dtype == _real(q.dtype)
 
 
-def assert_gradients(gradients, dout, q, k, v, *, dlse=None, softmax_scale: float | None = None, **options) -> None:
-    """Check the dq, dk, dv that a backward call returned."""
-    expected = reference.attention_backward(dout, q, k, v, dlse=dlse, softmax_scale=softmax_scale, **options)
+def assert_gradients(
+    gradients, dout, q, k, v, *, dlse=None, softmax_scale: float | None = None, differentiated=(), **options
+) -> None:
+    """Check the dq, dk, dv and the gradients of the features `differentiated` that a backward call returned."""
+    returns = {f"return_d{name}": True for name in differentiated}
+    expected = reference.attention_backward(dout, q, k, v, dlse=dlse, softmax_scale=softmax_scale, **returns, **options)
     ordinary = list(_ordinary(q, k, v, softmax_scale, options))
     others = [x.gradients(dout, dlse) for x in ordinary]
     allowances = ordinary[0].given_rounding(dout, dlse)
-    for i, name in enumerate(("dq", "dk", "dv")):
-        assert_close(gradients[i], expected[i], [x[i] for x in others], name, _rounding(q.dtype), allowances[i])
-        assert gradients[i].dtype == q.dtype
+    dtypes = {**dict.fromkeys("qkv", q.dtype), **{name: options[name].dtype for name in differentiated}}
+    for (name, dtype), actual, right in zip(dtypes.items(), gradients, expected, strict=True):
+        alike = [x[name].astype(dtype) for x in others]
+        assert_close(actual, right, alike, f"d{name}", _rounding(dtype), allowances[name])
+        assert actual.dtype == dtype
 
 
 def assert_close(
@@ -144,6 +149,14 @@ class Terms:
         slope = features.slope(self.on, s[..., np.argsort(keys)], self.whole)
         return slope if np.isscalar(slope) else slope[..., keys]
 
+    def sink(self):
+        sink = features.sink(self.on, self.whole)
+        return np.float32(-np.inf) if sink is None else sink
+
+    def of_bias(self, ds, keys):
+        """What is added up to be the gradient of the bias."""
+        return reference.summed_to(np.shape(self.on.get("bias", 0)), ds[..., np.argsort(keys)])
+
 
 class Ordinary:
     """Attention as one would write it with an array library: the products' results in the arrays' dtype, softmax in
@@ -154,13 +167,14 @@ class Ordinary:
         self.keys, self.dims, self.matmul = keys, dims, matmul
         self.group = q.shape[2] // k.shape[2]
         self.scale, self.visible = self.real(scale), terms.visible(keys)
+        self.terms, self.sink = terms, terms.sink().astype(self.real)
         k, v = (np.repeat(a[:, keys], self.group, axis=2) for a in (k, v))  # one kv head for each query head
         self.q, self.k, self.v = self._rows(q[..., dims]), self._rows(k[..., dims]), self._rows(v)
         with np.errstate(all="ignore"):
             qk = self.scale * matmul(self.q, self.k.swapaxes(-1, -2))
             self.qk, self.s, self.slope = qk, terms.score(qk, keys), terms.slope(qk, keys)
-            self.unrounded_p, self.lse = self._softmax(self.s)
-            self.p = self._softmax(self._rounded(terms.score(self._rounded(qk), keys)))[0]
+            self.unrounded_p, self.lse, _ = self._softmax(self.s)
+            self.p, _, self.p_sink = self._softmax(self._rounded(terms.score(self._rounded(qk), keys)))
             self.rounded_slope = terms.slope(self._rounded(qk), keys)
 
     def attention(self) -> tuple[np.ndarray, np.ndarray]:
@@ -168,20 +182,22 @@ class Ordinary:
             out = self._selected(self._rounded(self.p), self.v, self.visible)
             return out.swapaxes(1, 2).astype(self.dtype), self.lse
 
-    def gradients(self, dout, dlse) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def gradients(self, dout, dlse) -> dict[str, np.ndarray]:
         dout = self._rows(dout)
         transposed = self.visible.swapaxes(-1, -2)
         with np.errstate(all="ignore"):
             dv = self._selected(self._rounded(self.p).swapaxes(-1, -2), dout, transposed)
             dp = np.where(self.visible, self._rounded(self.matmul(dout, self.v.swapaxes(-1, -2))), 0)
             delta = (self.p * dp).sum(-1, keepdims=True) - (0 if dlse is None else dlse[..., None])
-            ds = self._rounded(np.where(self.visible, self.rounded_slope * (self.p * (dp - delta)), 0))
+            ds = np.where(self.visible, self.p * (dp - delta), 0)
+            dbias, dsinks = self.terms.of_bias(ds, self.keys), -(self.p_sink * delta).sum((0, 2, 3))
+            ds = self._rounded(np.where(self.visible, self.rounded_slope * ds, 0))
             dq = self.scale * self._selected(ds, self.k, self.visible)
             dk = self.scale * self._selected(ds.swapaxes(-1, -2), self.q, transposed)
             dk, dv = self._per_kv_head(dk), self._per_kv_head(dv)
-        return tuple(a.astype(self.dtype) for a in self._in_order(dq, dk, dv))
+        return {**self._in_order(dq, dk, dv), "bias": dbias, "sinks": dsinks}
 
-    def given_rounding(self, dout, dlse) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def given_rounding(self, dout, dlse) -> dict[str, np.ndarray]:
         """What rounding lse, out and scores does to dq, dk and dv: p = exp(s - lse) is off by a factor in each row and
         one in each element, delta by a term. Rows err together, as where all are equal, or independently."""
         dout, q, k, v = (a.astype(np.float64) for a in (self._rows(dout), self.q, self.k, self.v))
@@ -189,7 +205,7 @@ class Ordinary:
         with np.errstate(all="ignore"):
             out, dp = p @ v, dout @ v.swapaxes(-1, -2)
             delta = (p * dp).sum(-1, keepdims=True) - (0 if dlse is None else dlse[..., None])
-            ds = np.where(self.visible, self.slope * (p * (dp - delta)), 0)
+            ds = np.where(self.visible, p * (dp - delta), 0)
             half = np.finfo(self.real).eps / 2
             of_p = half * np.abs(np.where(np.isfinite(self.lse), self.lse, 0))[..., None]
             of_s = half * q.shape[-1] ** 0.5 * np.abs(np.where(self.visible, self.slope * self.qk, 0))
@@ -197,6 +213,12 @@ class Ordinary:
             # Of out, and of a sum of products whose like in dp is summed in another order.
             of_out = float(_finfo(self.dtype).eps) / 2 + 2 * v.shape[-1] ** 0.5 * half
             of_delta = of_out * np.sqrt(np.square(dout * out).sum(-1, keepdims=True))
+
+            of_each = np.abs(ds) * (of_p + of_s) + of_delta * p
+            dbias = self.terms.of_bias(of_each, self.keys)
+            p_sink = np.exp(self.sink - np.where(np.isfinite(self.lse), self.lse, np.inf)[..., None])
+            dsinks = (p_sink * (np.abs(delta) * of_p + of_delta)).sum((0, 2, 3))
+            ds = np.where(self.visible, ds * self.slope, 0)
 
             def apart(weights, rows):
                 return np.sqrt(np.square(weights) @ np.square(rows))
@@ -209,18 +231,20 @@ class Ordinary:
             dq = abs(self.scale) * (of_p * np.abs(ds @ k) + of_delta * np.abs(moved @ k) + apart(of_s * ds, k))
             dk = abs(self.scale) * by_key(of_p * ds + of_delta * moved, of_s * ds, q)
             dv = by_key(of_p * p, of_s * p, dout)
-        return self._in_order(dq, dk, dv)
+        return {**self._in_order(dq, dk, dv), "bias": dbias, "sinks": dsinks}
 
     def _selected(self, weights, rows, visible):
         return reference.select_matmul(weights, rows, visible, self.matmul)
 
     def _softmax(self, s):
         s = np.where(self.visible, s, -np.inf)
-        row_max = s.max(-1, keepdims=True, initial=-np.inf)
-        p = np.exp(s - np.where(row_max == -np.inf, 0, row_max))
-        row_sum = self.matmul(p, np.ones((p.shape[-1], 1), p.dtype))
-        p = np.where(self.visible, p / np.where(row_sum == 0, 1, row_sum), 0).astype(self.real)
-        return p, (row_max + np.log(row_sum))[..., 0]
+        row_max = np.maximum(s.max(-1, keepdims=True, initial=-np.inf), self.sink)
+        shift = np.where(row_max == -np.inf, 0, row_max)
+        p, p_sink = np.exp(s - shift), np.exp(self.sink - shift)
+        row_sum = self.matmul(p, np.ones((p.shape[-1], 1), p.dtype)) + p_sink
+        divisor = np.where(row_sum == 0, 1, row_sum)
+        p = np.where(self.visible, p / divisor, 0).astype(self.real)
+        return p, (row_max + np.log(row_sum))[..., 0], p_sink / divisor
 
     def _rows(self, a):
         """(batch, seqlen, heads, dim) -> (batch, heads, seqlen, dim)."""
@@ -232,7 +256,8 @@ class Ordinary:
     def _in_order(self, dq, dk, dv):
         """Rows of gradients as (batch, seqlen, heads, dim), keys and components where they belong."""
         keys, dims = np.argsort(self.keys), np.argsort(self.dims)
-        return tuple(a.swapaxes(1, 2) for a in (dq[..., dims], dk[..., keys, :][..., dims], dv[..., keys, :]))
+        found = {"q": dq[..., dims], "k": dk[..., keys, :][..., dims], "v": dv[..., keys, :]}
+        return {name: a.swapaxes(1, 2) for name, a in found.items()}
 
     def _rounded(self, a):
         return a.astype(self.dtype).astype(self.real)

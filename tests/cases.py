@@ -60,6 +60,16 @@ class Case:
         return self.call_of(np)
 
     @property
+    def differentiated(self) -> tuple[str, ...]:
+        """The features whose gradients are looked at."""
+        return tuple(name for name, _ in self.options if features.BY_NAME[name].has_gradient)
+
+    @property
+    def returns(self) -> dict[str, bool]:
+        """What asks for them."""
+        return {f"return_d{name}": True for name in self.differentiated}
+
+    @property
     def scale(self) -> float:
         return 1 / math.sqrt(self.head_dim) if self.softmax_scale is None else self.softmax_scale
 
@@ -210,7 +220,56 @@ def _slopes(case: Case, rng, xp, *, batched: bool, step: int = 1):
     return xp.asarray(slopes)[..., ::step]
 
 
+def _broadcast(case: Case, rng, xp, *, axes: str, make: Callable, layout: Callable = lambda a: a):
+    """An array that differs along `axes` of b, h, q, k."""
+    sizes = {"b": case.batch, "h": case.heads_q, "q": case.seqlen_q, "k": case.seqlen_k}
+    return layout(xp.asarray(make(case, rng, tuple(size if axis in axes else 1 for axis, size in sizes.items()))))
+
+
+def _floats(case: Case, rng, shape: tuple[int, ...]) -> np.ndarray:
+    return (2 * rng.standard_normal(shape)).astype(case.lse_dtype)
+
+
+def _floats_of_q(case: Case, rng, shape: tuple[int, ...]) -> np.ndarray:
+    return _floats(case, rng, shape).astype(numpy_dtype(case.dtype))
+
+
+def _mostly_true(case: Case, rng, shape: tuple[int, ...]) -> np.ndarray:
+    return rng.random(shape) < 0.7
+
+
+def _half_the_rows(case: Case, rng, shape: tuple[int, ...]) -> np.ndarray:
+    return np.broadcast_to(np.arange(shape[2])[:, None] % 2 == 0, shape).copy()
+
+
+def _sink_scores(case: Case, rng, xp):
+    sinks = (3 * rng.standard_normal(case.heads_q)).astype(case.lse_dtype)
+    sinks[0] = -np.inf
+    return xp.asarray(sinks)
+
+
+def _transposed(a):
+    """The same elements, queries next to each other in memory, and backwards."""
+    return a[..., ::-1, :].swapaxes(2, 3).copy().swapaxes(2, 3)[..., ::-1, :]
+
+
 ARRAYS: dict[str, dict[str, Callable]] = {
+    "bias": {
+        "of every element": partial(_broadcast, axes="bhqk", make=_floats_of_q),
+        "of keys": partial(_broadcast, axes="k", make=_floats),
+        "of heads, queries and keys, in q's type": partial(_broadcast, axes="hqk", make=_floats_of_q),
+        "of batches and queries": partial(_broadcast, axes="bq", make=_floats),
+        "transposed": partial(_broadcast, axes="bhqk", make=_floats, layout=_transposed),
+        "queries and keys alone": partial(_broadcast, axes="qk", make=_floats, layout=lambda a: a[0, 0]),
+    },
+    "mask": {
+        "of every element": partial(_broadcast, axes="bhqk", make=_mostly_true),
+        "of batches and keys": partial(_broadcast, axes="bk", make=_mostly_true),
+        "of half the queries": partial(_broadcast, axes="q", make=_half_the_rows),
+        "transposed": partial(_broadcast, axes="hqk", make=_mostly_true, layout=_transposed),
+        "queries and keys alone": partial(_broadcast, axes="qk", make=_mostly_true, layout=lambda a: a[0, 0]),
+    },
+    "sinks": {"of heads": _sink_scores},
     "alibi_slopes": {
         "of heads": partial(_slopes, batched=False),
         "of batches and heads": partial(_slopes, batched=True),
@@ -276,6 +335,29 @@ CASES: dict[str, Case] = {
     "alibi": Case(heads_q=4, options=(("causal", True), ("alibi_slopes", "of heads"))),
     "alibi, both sides, more queries than keys": Case(
         seqlen_q=200, seqlen_k=100, heads_q=6, options=(("alibi_slopes", "of batches and heads"),), dlse=True
+    ),
+    "bias": Case(options=(("bias", "of every element"),)),
+    "bias of keys, causal": Case(options=(("causal", True), ("bias", "of keys")), dlse=True),
+    "bias in q's type, softcap": Case(
+        heads_q=4, options=(("softcap", 5.0), ("bias", "of heads, queries and keys, in q's type")), values="times 3"
+    ),
+    "bias transposed, window": Case(seqlen_q=150, options=(("window", (30, 9)), ("bias", "transposed"))),
+    "mask": Case(options=(("mask", "of every element"),)),
+    "mask of keys, stride 0 in two dimensions": Case(heads_q=4, options=(("mask", "of batches and keys"),)),
+    "mask, rows with no visible key": Case(1, 8, 8, 1, 1, 8, 8, options=(("mask", "of half the queries"),), dlse=True),
+    "mask transposed, causal": Case(seqlen_q=130, options=(("causal", True), ("mask", "transposed"))),
+    "mask and bias, odd lengths": Case(
+        1, 1025, 77, 2, 1, 16, 16, options=(("bias", "queries and keys alone"), ("mask", "queries and keys alone"))
+    ),
+    "sinks": Case(heads_q=4, options=(("sinks", "of heads"),)),
+    "sinks, rows with no visible key": Case(
+        seqlen_q=150, seqlen_k=40, heads_q=4, options=(("causal", True), ("sinks", "of heads")), dlse=True
+    ),
+    "sinks, window": Case(seqlen_q=200, seqlen_k=260, heads_q=6, options=(("window", (30, 0)), ("sinks", "of heads"))),
+    "everything": Case(
+        seqlen_q=100, seqlen_k=150, heads_q=4,
+        options=(("window", (60, 20)), ("softcap", 6.0), ("alibi_slopes", "of heads"), ("bias", "of keys"),
+                 ("mask", "of every element"), ("sinks", "of heads")),
     ),
     "alibi, softcap, window": Case(
         seqlen_q=130, seqlen_k=190, heads_q=4,

@@ -40,8 +40,16 @@ def option_sets(draw, sizes: Sizes, real: str) -> tuple[dict[str, object], dict[
     """Any subset of the features: scalars and arrays."""
     side = st.one_of(st.none(), st.integers(0, 3000), st.just(2**40))
     slopes = st.sampled_from([(sizes.heads_q,), sizes[:2]]).map(lambda shape: contiguous(shape, real))
-    values = {"causal": st.booleans(), "window": st.tuples(side, side), "softcap": st.sampled_from([None, 30.0]),
-              "alibi_slopes": slopes}  # fmt: skip
+    broadcast = st.tuples(*(st.sampled_from([1, size]) for size in sizes))
+    values = {
+        "causal": st.booleans(),
+        "window": st.tuples(side, side),
+        "softcap": st.sampled_from([None, 30.0]),
+        "alibi_slopes": slopes,
+        "bias": broadcast.map(lambda shape: contiguous(shape, real)),
+        "mask": broadcast.map(lambda shape: contiguous(shape, "bool")),
+        "sinks": st.just(contiguous((sizes.heads_q,), real)),
+    }
     chosen = draw(st.lists(st.sampled_from(sorted(values)), unique=True, max_size=3))
     made = {name: draw(values[name]) for name in chosen}
     is_array = {name: features.BY_NAME[name].is_array for name in made}

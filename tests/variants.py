@@ -38,7 +38,11 @@ OPTIONS = (
     {"window": (50, 50)},
     {"softcap": 30.0},
     {"alibi_slopes": (4,)},
+    {"bias": (2, 1, 1, 1)},
+    {"mask": (1, 1, 1, 1)},
+    {"sinks": (4,)},
     {"window": (50, 50), "softcap": 30.0, "alibi_slopes": (4,)},
+    {"causal": True, "bias": (1, 4, 1, 1), "mask": (1, 1, 1, 1), "sinks": (4,)},
 )
 
 # One GPU of each compute capability.

@@ -68,7 +68,7 @@ def backward(case: Case, family: str, **options: object):
         out, lse = pyflash.flash_attention(q, k, v, return_lse=True, **call)
         with debug.families(family):
             results = pyflash.flash_attention_backward(
-                arrays["dout"], q, k, v, out, lse, dlse=arrays.get("dlse"), **call, **options
+                arrays["dout"], q, k, v, out, lse, dlse=arrays.get("dlse"), **call, **case.returns, **options
             )
         return [cp.asnumpy(a) for a in results]
 

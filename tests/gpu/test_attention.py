@@ -36,7 +36,8 @@ def check_forward(case: Case, family: str) -> None:
 def check_backward(case: Case, family: str, **options: object) -> None:
     arrays = case.arrays()
     given = [arrays[name] for name in ("dout", "q", "k", "v")]
-    assert_gradients(runs.backward(case, family, **options), *given, dlse=arrays.get("dlse"), **case.call)
+    more = {"dlse": arrays.get("dlse"), "differentiated": case.differentiated, **case.call}
+    assert_gradients(runs.backward(case, family, **options), *given, **more)
 
 
 @st.composite

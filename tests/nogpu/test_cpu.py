@@ -45,10 +45,12 @@ def poison_rows(case: Case):
 
 def backward(case: Case, arrays: dict[str, np.ndarray], out, lse, layout: str = "contiguous"):
     q, k, v = arrays["q"], arrays["k"], arrays["v"]
-    gradients = [poison(a.shape, a.dtype, layout) for a in (q, k, v)]
+    gradients = {f"d{name}": poison(arrays[name].shape, arrays[name].dtype, layout) for name in "qkv"}
+    for name in case.differentiated:
+        gradients[f"d{name}"] = np.full(on(case)[name].shape, np.nan, on(case)[name].dtype)
     dlse = arrays.get("dlse")
-    cpu.backward(arrays["dout"], q, k, v, out, lse, dlse, *gradients, softmax_scale=case.scale, on=on(case))
-    return gradients
+    cpu.backward(arrays["dout"], q, k, v, out, lse, dlse, **gradients, softmax_scale=case.scale, on=on(case))
+    return list(gradients.values())
 
 
 def check(case: Case, layout: str = "contiguous"):
@@ -57,7 +59,8 @@ def check(case: Case, layout: str = "contiguous"):
     out, lse = forward(case, arrays, layout)
     assert_attention(out, lse, q, k, v, **case.call)
     gradients = backward(case, arrays, out, lse, layout)
-    assert_gradients(gradients, arrays["dout"], q, k, v, dlse=arrays.get("dlse"), **case.call)
+    options = {"dlse": arrays.get("dlse"), "differentiated": case.differentiated, **case.call}
+    assert_gradients(gradients, arrays["dout"], q, k, v, **options)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -18,12 +18,16 @@ def arrays_of(case: Case):
     return arrays["q"], arrays["k"], arrays["v"], arrays["dout"], arrays.get("dlse")
 
 
-def by_loops(q, k, v, scale: float, causal=False, window=(None, None), softcap=None, alibi_slopes=None):
+def by_loops(q, k, v, scale: float, causal=False, window=(None, None), softcap=None, alibi_slopes=None, **arrays):
     """The definition, one row at a time."""
     (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = q.shape, k.shape
     out = np.zeros((batch, seqlen_q, heads, v.shape[3]))
     lse = np.full((batch, heads, seqlen_q), -np.inf)
     left, right = window
+    whole = batch, heads, seqlen_q, seqlen_k
+    bias = np.broadcast_to(arrays.get("bias", 0.0), whole)
+    mask = np.broadcast_to(arrays.get("mask", True), whole)
+    sinks = arrays.get("sinks", np.full(heads, -np.inf))
 
     def score(b, h, i, j):
         s = scale * math.fsum(q[b, i, h] * k[b, j, h // (heads // heads_kv)])
@@ -31,15 +35,15 @@ def by_loops(q, k, v, scale: float, causal=False, window=(None, None), softcap=N
             s = softcap * math.tanh(s / softcap)
         if alibi_slopes is not None:
             s -= np.broadcast_to(alibi_slopes, (batch, heads))[b, h] * abs(i + seqlen_k - seqlen_q - j)
-        return s
+        return s + bias[b, h, i, j]
 
     for b, i, h in np.ndindex(batch, seqlen_q, heads):
         g, own = h // (heads // heads_kv), i + seqlen_k - seqlen_q
-        seen = [j for j in range(seqlen_k) if not causal or j <= own]
+        seen = [j for j in range(seqlen_k) if mask[b, h, i, j] and (not causal or j <= own)]
         seen = [j for j in seen if (left is None or j >= own - left) and (right is None or j <= own + right)]
         s = [score(b, h, i, j) for j in seen]
-        if seen:
-            lse[b, h, i] = max(s) + math.log(math.fsum(math.exp(x - max(s)) for x in s))
+        if top := [x for x in (*s, sinks[h]) if x > -np.inf]:
+            lse[b, h, i] = max(top) + math.log(math.fsum(math.exp(x - max(top)) for x in top))
             weights = [math.exp(x - lse[b, h, i]) for x in s]
             out[b, i, h] = sum(w * v[b, j, g] for w, j in zip(weights, seen, strict=True))
     return out, lse
