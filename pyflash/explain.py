@@ -12,6 +12,9 @@ from .plan import plan as make_plan
 from .problem import DTYPES, ITEMSIZES, Problem
 from .tiles import FAMILIES, KERNELS, Row
 
+# Share of the data sheet's FLOP/s at 4k to 16k, between causal and not, head_dim 128; by family and direction.
+_REACHED = {("sm90", False): 0.72, ("sm90", True): 0.57}
+
 
 @dataclass(frozen=True)
 class Explanation:
@@ -23,12 +26,57 @@ class Explanation:
     visible_pairs: int  # (query, key) pairs that the mask leaves, of all heads and batches
     flops: int  # of the matrix products on the visible pairs
     least_bytes: int  # every array moved once
-    score_bytes: int  # the (seqlen_q, seqlen_k) matrices that ordinary attention keeps in memory
+    score_bytes: int  # one (seqlen_q, seqlen_k) matrix for every head and batch, which ordinary attention writes
+    tile_bytes: int | None  # what the tiles of the main kernel load and store, most of it from the L2 cache
+
+    @property
+    def ordinary_bytes(self) -> int:
+        """What ordinary attention moves: its arrays, and score matrices from one product to the next.
+
+        Forward: s and p, each written and read. Backward: p read twice; dp written and read; ds written and read twice.
+        """
+        return self.least_bytes + (7 if self.problem.backward else 4) * self.score_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """The call's arrays and its workspace."""
+        return self.least_bytes + (self.plan.workspace_bytes if self.plan else 0)
+
+    @property
+    def ordinary_held_bytes(self) -> int:
+        """The same arrays, and the score matrices that are there at once: s and p; p, dp and ds in the backward."""
+        return self.least_bytes + (3 if self.problem.backward else 2) * self.score_bytes
+
+    @property
+    def seqlen(self) -> int:
+        return max(self.problem.seqlen_q, self.problem.seqlen_k)
+
+    @property
+    def longest_seqlen(self) -> int | None:
+        """Of queries or keys, whichever are more, and the others in proportion: with so many the call fits the GPU."""
+        return self._longest(self.held_bytes, 0)
+
+    @property
+    def ordinary_longest_seqlen(self) -> int | None:
+        return self._longest(self.least_bytes, self.ordinary_held_bytes - self.least_bytes)
+
+    def _longest(self, linear: int, square: int) -> int | None:
+        """For memory that now has a part that grows with the length and one that grows with its square."""
+        if not (self.device and self.seqlen and linear):
+            return None
+        memory = self.device.memory_bytes
+        # linear * x + square * x^2 = memory, for sequences x times as long; solved without cancellation.
+        x = 2 * memory / (linear + math.sqrt(linear**2 + 4 * square * memory))
+        return int(x * self.seqlen)
 
     @property
     def intensity(self) -> float:
         """FLOPs a byte moved, at best."""
         return self.flops / self.least_bytes if self.least_bytes else 0.0
+
+    @property
+    def ordinary_intensity(self) -> float:
+        return self.flops / self.ordinary_bytes if self.ordinary_bytes else 0.0
 
     @property
     def peak_flops(self) -> float | None:
@@ -50,6 +98,39 @@ class Explanation:
         times = [t for t in (self.compute_seconds, self.memory_seconds) if t is not None]
         return max(times) if times else None
 
+    @property
+    def ordinary_seconds(self) -> float | None:
+        """The time below which no kernels can go that write the score matrix."""
+        if self.roofline_seconds is None:
+            return None
+        return max(self.compute_seconds or 0.0, self.ordinary_bytes / self.device.bandwidth)
+
+    @property
+    def expected_seconds(self) -> float | None:
+        """By the share of the data sheet's FLOP/s that the family reached where that was measured: on an H200."""
+        reached = _REACHED.get((self.plan.family, self.problem.backward)) if self.plan else None
+        if reached is None or self.device.capability != (9, 0) or self.compute_seconds is None:
+            return None
+        return max(self.compute_seconds / reached, self.memory_seconds)
+
+    def facts(self) -> dict[str, object]:
+        """All of it, for programs."""
+        counted = ("visible_pairs", "flops", "least_bytes", "score_bytes", "tile_bytes")
+        derived = (name for name, value in vars(Explanation).items() if isinstance(value, property))
+        plan = self.plan and {
+            "family": self.plan.family,
+            "notes": self.plan.notes,
+            "workspace_bytes": self.plan.workspace_bytes,
+            "launches": [
+                {"kernel": x.kernel, "grid": x.grid, "block": x.block, "smem_bytes": x.smem_bytes,
+                 "waves": waves(x, self.device), "why": tile_row(x).why, "config": dict(x.config)}
+                for x in self.plan.launches
+            ],
+        }  # fmt: skip
+        return {"call": str(self.problem), "backward": self.problem.backward, "gpu": self.device, "plan": plan} | {
+            name: getattr(self, name) for name in (*counted, *derived)
+        }
+
     def __str__(self) -> str:
         return "\n".join(f"{label:13}{text}".rstrip() for label, text in _report(self))
 
@@ -59,17 +140,31 @@ def explain(problem: Problem, device: Device | None, families: tuple[str, ...] =
     tensors = [t for name, t in problem.tensors]
     pairs = _visible_pairs(problem) * problem.batch * problem.num_heads_q
     d, dv = problem.head_dim, problem.head_dim_v
+    plan = make_plan(problem, device, families) if device else None
     # Forward: q k^T and p v. Backward: q k^T again, dout v^T, p^T dout, ds k, ds^T q.
     per_pair = 2 * (3 * d + 2 * dv) if problem.backward else 2 * (d + dv)
     return Explanation(
         problem=problem,
         device=device,
-        plan=make_plan(problem, device, families) if device else None,
+        plan=plan,
         visible_pairs=pairs,
         flops=pairs * per_pair,
         least_bytes=sum(math.prod(t.shape) * ITEMSIZES[t.dtype] for t in tensors),
         score_bytes=problem.batch * problem.num_heads_q * problem.seqlen_q * problem.seqlen_k * problem.dtype.itemsize,
+        tile_bytes=_tile_bytes(problem, plan, pairs) if plan else None,
     )
+
+
+def _tile_bytes(problem: Problem, plan: Plan, pairs: int) -> int | None:
+    """A tile of queries loads k and v of its visible keys; a tile of keys, in the backward, q and dout, and adds dq."""
+    main = [x for x in plan.launches if x.kernel in (f"fwd_{plan.family}", f"bwd_{plan.family}")]
+    if not main:
+        return None
+    row = tile_row(main[0])
+    columns = problem.head_dim + problem.head_dim_v
+    if not problem.backward:
+        return pairs // row.tile_m * columns * problem.dtype.itemsize
+    return pairs // row.tile_n * (columns * problem.dtype.itemsize + 2 * problem.head_dim * 4)
 
 
 def _visible_pairs(problem: Problem) -> int:
@@ -151,11 +246,28 @@ def _report(x: Explanation) -> list[tuple[str, str]]:
         ("backward" if problem.backward else "forward", str(problem)),
         *where,
         ("work", f"{amount(x.flops, 'FLOP')} in matrix products{share}"),
-        ("traffic", f"at least {amount(x.least_bytes, 'B')}: each array once"),
-        ("  saved", f"the {amount(x.score_bytes, 'B')} score matrix that ordinary attention writes and reads"),
-    ]
+        ("traffic", f"at least {amount(x.least_bytes, 'B')}: each array once{_asked(x)}"),
+        ("  ordinary", f"{amount(x.ordinary_bytes, 'B')}: {amount(x.score_bytes, 'B')} of scores, "
+                       f"{'7' if problem.backward else '4'} times through memory; here they are never written"),
+    ]  # fmt: skip
     if x.plan:
-        lines += [("workspace", amount(x.plan.workspace_bytes, "B")), *_roofline_lines(x)]
+        lines += [*_roofline_lines(x), *_memory_lines(x)]
+    return lines
+
+
+def _asked(x: Explanation) -> str:
+    return f"; its tiles ask the L2 cache for {amount(x.tile_bytes, 'B')}" if x.tile_bytes else ""
+
+
+def _memory_lines(x: Explanation) -> list[tuple[str, str]]:
+    workspace = amount(x.plan.workspace_bytes, "B")
+    lines = [
+        ("memory", f"{amount(x.held_bytes, 'B')}, of which {workspace} workspace"),
+        ("  ordinary", f"{amount(x.ordinary_held_bytes, 'B')} with its score matrices"),
+    ]
+    if x.longest_seqlen is not None:
+        fits = f"{x.longest_seqlen:,} tokens; ordinary attention {x.ordinary_longest_seqlen:,}"
+        lines.append(("longest", f"in {x.device.memory_bytes / 2**30:.0f} GB fit {fits}"))
     return lines
 
 
@@ -194,5 +306,16 @@ def _roofline_lines(x: Explanation) -> list[tuple[str, str]]:
     work = f"{duration(x.compute_seconds)} of arithmetic at {amount(x.peak_flops, 'FLOP/s')}"
     return [
         ("intensity", f"{intensity}, where the GPU balances at {figure(balance)}: bound by {bound}"),
+        ("  ordinary", f"{figure(x.ordinary_intensity)} FLOP/B"),
         ("roofline", f"{duration(x.roofline_seconds)}: {work}, {traffic}, by the data sheet"),
+        ("  ordinary", f"{duration(x.ordinary_seconds)}"),
+        *_expected_lines(x),
     ]
+
+
+def _expected_lines(x: Explanation) -> list[tuple[str, str]]:
+    if x.expected_seconds is None:
+        return []
+    reached = _REACHED[x.plan.family, x.problem.backward]
+    basis = f"{reached:.0%} of the data sheet's FLOP/s, as measured for long sequences on an H200"
+    return [("expected", f"about {duration(x.expected_seconds)}: {basis}")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from .errors import Unsupported
+from .explain import Explanation
 
 
 def check() -> None:
@@ -27,7 +28,8 @@ _COLOURS = ("tab:red", "tab:gray", "tab:blue", "tab:green", "tab:orange", "tab:p
 def _style(axes) -> None:
     from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
-    if axes.get_yscale() == "log":
+    low, high = axes.get_ylim()
+    if axes.get_yscale() == "log" and high < 1000 * low:
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(EngFormatter())
     axes.yaxis.set_minor_formatter(NullFormatter())
@@ -65,6 +67,60 @@ def bench(best, rows, path: Path) -> None:
     case = rows[0].case
     figure.suptitle(f"{best.machine}, {case.dtype}")
     figure.savefig(path, dpi=120)
+
+
+def explanation(x: Explanation, path: Path) -> None:
+    """The call on the GPU's roofline, and its memory against the sequence length, beside ordinary attention."""
+    if x.memory_seconds is None or not x.least_bytes:
+        raise Unsupported(
+            f"a plot needs a GPU whose memory bandwidth is known and a call with something in it: {x.problem}"
+        )
+    figure, ((roof, memory),) = _figure(2, 1)
+    _roofline(roof, x)
+    _memory(memory, x)
+    direction = "backward" if x.problem.backward else "forward"
+    q, k = dict(x.problem.tensors)["q"].shape, dict(x.problem.tensors)["k"].shape
+    figure.suptitle(f"{direction} on {x.device.name}: q {q}, k {k}, {x.problem.dtype.name}")
+    figure.savefig(path, dpi=120)
+
+
+def _roofline(ax, x: Explanation) -> None:
+    peak = x.peak_flops or float("inf")
+    lowest, highest = min(x.ordinary_intensity, x.intensity) / 4, max(x.intensity, peak / x.device.bandwidth) * 4
+    if x.peak_flops is None:
+        highest = x.intensity * 4
+    ends = [lowest, *[peak / x.device.bandwidth] * (x.peak_flops is not None), highest]
+    ax.plot(ends, [min(peak, x.device.bandwidth * end) for end in ends], color="0.3", lw=1.6, label="roofline")
+    ours, theirs = x.flops / x.roofline_seconds, x.flops / x.ordinary_seconds
+    ax.plot(x.ordinary_intensity, theirs, "o", color=_COLOURS[1], label="ordinary attention, at best")
+    ax.plot(x.intensity, ours, "o", color=_COLOURS[0], mfc="none", label="this call, at best")
+    if x.expected_seconds:
+        ax.plot(x.intensity, x.flops / x.expected_seconds, "o", color=_COLOURS[0], label="this call, expected")
+    ax.set(xscale="log", yscale="log", xlabel="FLOP a byte moved", ylabel="FLOP/s")
+    ax.set_title("arithmetic and memory traffic")
+    ax.legend(frameon=False, fontsize=8, loc="lower right")
+    _style(ax)
+
+
+def _memory(ax, x: Explanation) -> None:
+    now, limit = x.seqlen, x.device.memory_bytes
+    lengths = [x.longest_seqlen * 2.0**-n for n in range(-1, 18)]
+    lengths = [length for length in lengths if length >= min(now, x.ordinary_longest_seqlen) / 4]
+    square = x.ordinary_held_bytes - x.least_bytes
+    curves = {
+        "this call": (_COLOURS[0], x.held_bytes, 0, x.longest_seqlen),
+        "ordinary attention": (_COLOURS[1], x.least_bytes, square, x.ordinary_longest_seqlen),
+    }
+    for name, (colour, linear, square, longest) in curves.items():
+        held = [linear * (n / now) + square * (n / now) ** 2 for n in lengths]
+        ax.plot(lengths, held, color=colour, lw=2, label=f"{name}: {longest:,} fit")
+        ax.plot(now, linear + square, "o", color=colour)
+        ax.plot(longest, limit, "|", ms=14, color=colour)
+    ax.axhline(limit, color="0.5", ls=":", lw=1, label=f"{limit / 2**30:.0f} GB")
+    ax.set(xscale="log", yscale="log", xlabel="sequence length", ylabel="bytes", ylim=(None, 20 * limit))
+    ax.set_title("memory")
+    ax.legend(frameon=False, fontsize=8, loc="upper left")
+    _style(ax)
 
 
 def _line(ax, rows, direction: str, name: str, number: int, value) -> None:

@@ -185,11 +185,26 @@ def test_explain():
         "traffic",
         "intensity",
         "roofline",
-        "workspace",
+        "memory",
+        "longest",
     ):
         assert any(line.startswith(label) for line in run.stdout.splitlines()), label
     backward = pyflash("explain", "--gpu", "A100", "--backward", "--deterministic")
     assert backward.returncode == 0 and backward.stdout.startswith("backward")
+
+
+@pytest.mark.parametrize("gpu", ["A100", "H100", "H200", "RTX 4090", "L4", "T4", "B200"])
+def test_explain_named_gpus(gpu):
+    run = pyflash("explain", "--gpu", gpu, "--dtype", "float32", "--seqlen", "8k", "--json")
+    assert run.returncode == 0, run.stderr
+    facts = json.loads(run.stdout)
+    assert facts["gpu"]["name"] == gpu and facts["longest_seqlen"] > 10 * facts["ordinary_longest_seqlen"]
+
+
+def test_explain_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    run = pyflash("explain", "--gpu", "H200", "--plot", str(tmp_path / "x.png"))
+    assert run.returncode == 0 and (tmp_path / "x.png").stat().st_size > 10_000
 
 
 def test_explain_what_is_not_supported():

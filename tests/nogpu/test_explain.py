@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import json
 
 import pytest
 from hypothesis import given
@@ -54,6 +56,75 @@ def test_flops_and_bytes():
     backward = explain(example(backward=True, batch=1, seqlen_q=100, heads=2, head_dim=64), None)
     assert backward.flops == 2.5 * explain(example(batch=1, seqlen_q=100, heads=2, head_dim=64), None).flops
     assert backward.least_bytes == 100 * 2 * 2 * 64 * 8 + 100 * 2 * 4
+
+
+def test_what_ordinary_attention_costs():
+    forward = explain(example(batch=1, seqlen_q=100, seqlen_k=300, heads=2, head_dim=64), KNOWN["A100"])
+    assert forward.score_bytes == 2 * 100 * 300 * 2
+    assert forward.ordinary_bytes == forward.least_bytes + 4 * forward.score_bytes
+    assert forward.ordinary_held_bytes == forward.least_bytes + 2 * forward.score_bytes
+    backward = explain(example(backward=True, batch=1, seqlen_q=100, seqlen_k=300, heads=2, head_dim=64), KNOWN["A100"])
+    assert backward.ordinary_bytes == backward.least_bytes + 7 * backward.score_bytes
+    assert backward.ordinary_held_bytes == backward.least_bytes + 3 * backward.score_bytes
+    for x in (forward, backward):
+        assert x.held_bytes == x.least_bytes + x.plan.workspace_bytes
+        assert x.ordinary_intensity < x.intensity and x.ordinary_seconds >= x.roofline_seconds
+
+
+@given(problems(), devices)
+def test_the_longest_sequence_is_the_longest(problem, gpu):
+    """With so many the call fits; with a little more it does not."""
+    try:
+        x = explain(problem, gpu)
+    except Unsupported:
+        return
+    if x.longest_seqlen is None or problem.seqlen_q != problem.seqlen_k or not x.plan.launches:
+        return
+    matrices = 3 if problem.backward else 2
+    for longest, linear, square in ((x.longest_seqlen, x.held_bytes, 0),
+                                    (x.ordinary_longest_seqlen, x.least_bytes, matrices * x.score_bytes)):  # fmt: skip
+        for length, fits in ((longest, True), (1.001 * longest + 1, False)):
+            times = length / problem.seqlen_q
+            assert (linear * times + square * times**2 <= gpu.memory_bytes * (1 + 1e-9)) == fits
+
+
+def test_tiles_load_again_what_the_least_counts_once():
+    x = explain(example(batch=1, seqlen_q=4096, heads=4), KNOWN["H200"])
+    (launch,) = x.plan.launches
+    assert x.tile_bytes == x.visible_pairs // dict(launch.config)["TILE_M"] * 2 * 128 * 2
+    assert explain(example(seqlen_q=4096), None).tile_bytes is None
+
+
+def test_the_expected_time_is_one_that_was_measured():
+    """16 heads of 128, 16384 tokens: 757 TFLOP/s forward and 586 backward, full, on an H200."""
+    for backward, flops in ((False, 757e12), (True, 586e12)):
+        x = explain(example(backward=backward, batch=1, seqlen_q=16384, heads=16), KNOWN["H200"])
+        assert x.expected_seconds == pytest.approx(x.flops / flops, rel=0.1)
+    assert explain(example(), KNOWN["A100"]).expected_seconds is None
+
+
+@given(problems(), st.one_of(devices, st.none()))
+def test_facts_for_programs(problem, gpu):
+    try:
+        facts = explain(problem, gpu).facts()
+    except Unsupported:
+        return
+    read = json.loads(json.dumps(facts, default=dataclasses.asdict))
+    assert read["flops"] == facts["flops"] and (read["plan"] is None) == (gpu is None)
+
+
+@pytest.mark.parametrize("gpu", ["H200", "T4"])
+@pytest.mark.parametrize("lengths", [(1024, 1024), (1, 65536)])
+def test_a_plot(tmp_path, gpu, lengths):
+    pytest.importorskip("matplotlib")
+    from pyflash import plots
+
+    dtype = "float32" if gpu == "T4" else "bfloat16"
+    x = explain(example(dtype=dtype, seqlen_q=lengths[0], seqlen_k=lengths[1]), KNOWN[gpu])
+    plots.explanation(x, tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
+    with pytest.raises(Unsupported, match="bandwidth"):
+        plots.explanation(explain(example(), None), tmp_path / "x.png")
 
 
 def test_roofline():
