@@ -18,8 +18,13 @@ _COMMANDS = {
 }
 
 
+_EXIT_CODES = "Every command exits with 0 if it did what it was asked, 1 if it failed, 2 if it was called wrongly."
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m pyflash", description="Exact attention in O(N) memory.")
+    parser = argparse.ArgumentParser(
+        prog="python -m pyflash", description="Exact attention in O(N) memory.", epilog=_EXIT_CODES
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (module, summary) in _COMMANDS.items():
         module.add(commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}."))

@@ -12,6 +12,7 @@ import re
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -76,8 +77,9 @@ def report(log: str) -> Report:
     return Report(number(r"Used (\d+) registers"), number(r"(\d+) bytes stack frame"), sum(spilled), warnings)
 
 
-def compile_program(text: str, name: str, arch: str) -> tuple[bytes, str]:
-    """Compile to a cubin for `arch` ("sm_90a"). Returns it with NVRTC's and the assembler's log. Needs no GPU."""
+@contextmanager
+def _compiled(text: str, name: str, arch: str):
+    """NVRTC and its handle of the program, compiled. Needs no GPU."""
     nvrtc = _nvrtc()
     headers = source.headers(text)
     handle = nvrtc.createProgram(
@@ -87,12 +89,26 @@ def compile_program(text: str, name: str, arch: str) -> tuple[bytes, str]:
         try:
             nvrtc.compileProgram(handle, (f"-arch={arch}", *_options()))
         except nvrtc.NVRTCError as error:
-            raise CompileError(f"NVRTC {nvrtc.getVersion()} could not compile {name} for {arch} ({error}):\n"
-                               f"{nvrtc.getProgramLog(handle)}") from error
-        # CuPy cuts off the last byte as if it ended a string: a zero, without which NVIDIA's tools reject the file.
-        return nvrtc.getCUBIN(handle) + b"\0", nvrtc.getProgramLog(handle)
+            raise CompileError(
+                f"NVRTC {nvrtc.getVersion()} could not compile {name} for {arch} ({error}):\n"
+                f"{nvrtc.getProgramLog(handle)}"
+            ) from error
+        yield nvrtc, handle
     finally:
         nvrtc.destroyProgram(handle)
+
+
+def compile_program(text: str, name: str, arch: str) -> tuple[bytes, str]:
+    """A program's cubin for `arch` ("sm_90a"), and NVRTC's and the assembler's log."""
+    with _compiled(text, name, arch) as (nvrtc, handle):
+        # CuPy cuts off the last byte as if it ended a string: a zero, without which NVIDIA's tools reject the file.
+        return nvrtc.getCUBIN(handle) + b"\0", nvrtc.getProgramLog(handle)
+
+
+def ptx(launch: Launch, arch: str) -> bytes:
+    """What the assembler makes the cubin of."""
+    with _compiled(source.program(launch), launch.kernel, arch.replace("sm_", "compute_")) as (nvrtc, handle):
+        return nvrtc.getPTX(handle)
 
 
 def _key(text: str, arch: str) -> str:
@@ -137,8 +153,11 @@ def cubin(launch: Launch, arch: str) -> Path:
         _write(path.with_suffix(".log"), log.encode())
         _write(path, binary)
         facts = report(log)
-        debug.log(2, f"compiled {launch.kernel} for {arch} in {time.perf_counter() - start:.2f} s: {facts.registers} "
-                     f"registers, {facts.spill_bytes} bytes spilled{''.join(', ' + w for w in facts.warnings)}")
+        debug.log(
+            2,
+            f"compiled {launch.kernel} for {arch} in {time.perf_counter() - start:.2f} s: {facts.registers} "
+            f"registers, {facts.spill_bytes} bytes spilled{''.join(', ' + w for w in facts.warnings)}",
+        )
     debug.log(3, f"{launch.kernel}: {path.with_suffix('.cu')}, .log, .cubin")
     return path
 

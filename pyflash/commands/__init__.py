@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import itertools
 import json
 import shutil
 import sys
@@ -124,21 +125,45 @@ class Progress:
             print(f"\r\033[K{text[: shutil.get_terminal_size().columns - 1]}", end="", file=sys.stderr, flush=True)
 
 
+def _dtypes(text: str) -> list[str]:
+    if unknown := set(text.split(",")) - set(DTYPES):
+        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))} is no dtype; choose from {', '.join(DTYPES)}")
+    return text.split(",")
+
+
 def add_shape(parser: argparse.ArgumentParser) -> None:
     """The options that describe a call."""
     shape = parser.add_argument_group("the call")
-    shape.add_argument("--batch", type=size, default=1, metavar="N", help="sequences (default 1)")
     shape.add_argument(
         "--seqlen", type=size, default=4096, metavar="N", help="queries, such as 4096 or 4k (default 4k)"
     )
+    shape.add_argument("--head-dim", type=size, default=128, metavar="N", help="1 to 256 (default 128)")
+    shape.add_argument("--dtype", choices=list(DTYPES), default="bfloat16", help="default bfloat16")
+    shape.add_argument("--backward", action="store_true", help="the gradients instead of the forward pass")
+    _add_rest(shape)
+
+
+def add_shapes(parser: argparse.ArgumentParser) -> None:
+    """The options that describe several calls."""
+    shapes = parser.add_argument_group("the calls: every combination of what is given, as in --head-dim 64,128")
+    shapes.add_argument(
+        "--seqlen", type=sizes, default=[4096], metavar="N,M", help="queries: 1k,4k or, doubling, 1k:16k"
+    )
+    shapes.add_argument("--head-dim", type=sizes, default=[128], metavar="N,M", help="1 to 256 (default 128)")
+    shapes.add_argument("--dtype", type=_dtypes, default=["bfloat16"], metavar="T,U", help=f"{', '.join(DTYPES)}")
+    shapes.add_argument("--full", action="store_true", help="without a causal mask; with --causal: both")
+    shapes.add_argument("--forward", action="store_true", help="the forward pass (default); with --backward: both")
+    shapes.add_argument("--backward", action="store_true", help="the gradients")
+    _add_rest(shapes)
+
+
+def _add_rest(shape) -> None:
+    shape.add_argument("--batch", type=size, default=1, metavar="N", help="sequences (default 1)")
     shape.add_argument("--seqlen-k", type=size, metavar="N", help="keys (default: as many as queries)")
     shape.add_argument("--heads", type=size, default=16, metavar="N", help="query heads (default 16)")
     shape.add_argument("--kv-heads", type=size, metavar="N", help="key heads (default: as many as query heads)")
-    shape.add_argument("--head-dim", type=size, default=128, metavar="N", help="1 to 256 (default 128)")
     shape.add_argument("--head-dim-v", type=size, metavar="N", help="head_dim of v (default: that of q)")
-    shape.add_argument("--dtype", choices=list(DTYPES), default="bfloat16", help="default bfloat16")
     add_options(shape)
-    shape.add_argument("--backward", action="store_true", help="the gradients instead of the forward pass")
     shape.add_argument("--deterministic", action="store_true", help="bitwise reproducible gradients")
 
 
@@ -162,6 +187,27 @@ def problem_of(args: argparse.Namespace) -> Problem:
         tensors = problem.backward_tensors(made)
         made = problem.make(tensors, backward=True, deterministic=args.deterministic, options=options)
     return made
+
+
+def problems_of(args: argparse.Namespace) -> list[Problem]:
+    """The problems that the options of `add_shapes` describe."""
+    choices = {
+        "seqlen": args.seqlen,
+        "head_dim": args.head_dim,
+        "dtype": args.dtype,
+        "causal": chosen(args, {"full": False, "causal": True}, [False]),
+        "backward": chosen(args, {"forward": False, "backward": True}, [False]),
+    }
+    one = vars(args)
+    return [
+        problem_of(argparse.Namespace(**{**one, **dict(zip(choices, values, strict=True))}))
+        for values in itertools.product(*choices.values())
+    ]
+
+
+def chosen(args: argparse.Namespace, flags: dict[str, object], otherwise: list) -> list:
+    """What the flags that are set stand for."""
+    return [value for flag, value in flags.items() if getattr(args, flag)] or otherwise
 
 
 def present_gpu() -> Device | None:

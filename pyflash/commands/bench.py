@@ -9,7 +9,7 @@ from pathlib import Path
 from .. import bench, plots
 from ..bench import table
 from ..problem import DTYPES
-from . import Misused, Progress, add_json, add_options, options_of, present_gpu, print_json, size, sizes
+from . import Misused, Progress, add_json, add_options, chosen, options_of, present_gpu, print_json, size, sizes
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +49,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     machine = bench.machine(None if args.cpu else present_gpu())
     cases = _cases(args, machine)
-    directions = tuple(d for d in ("forward", "backward") if getattr(args, d)) or ("forward", "backward")
+    both = ["forward", "backward"]
+    directions = tuple(chosen(args, {name: name for name in both}, both))
     found = bench.line_up(machine)
     if args.only:
         wanted = [c for c in found[1:] if any(text.lower() in c.name.lower() for text in args.only)]
@@ -73,9 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _cases(args: argparse.Namespace, machine: bench.Machine) -> list[bench.Case]:
     options = options_of(args)
-    causals = [True] if args.causal else [False] if args.full else [False, True]
-    if args.causal and args.full:
-        causals = [False, True]
+    causals = chosen(args, {"full": False, "causal": True}, [False, True])
     cases = bench.grid(
         seqlens=args.seqlen or machine.seqlens,
         head_dims=args.head_dim or [machine.head_dim],

@@ -1,34 +1,53 @@
-"""Compile kernels ahead of time, into the cache or a folder. Needs no GPU."""
+"""Compile kernels ahead of time, into the cache and, to be read, a folder. Needs no GPU."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import os
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from pathlib import Path
 
 from .. import compile
 from ..device import KNOWN, Device
 from ..plan import Launch, plan
-from . import Misused, add_shape, present_gpu, problem_of
+from . import Misused, Progress, add_json, add_shapes, present_gpu, print_json, problems_of
 
 _ARCHS = {f"sm_{device.arch}": device for device in KNOWN.values()}
 
 
-def _arch(text: str) -> Device:
+def _archs(text: str) -> list[Device]:
     # The suffix of architecture-specific code is the kernel's own affair.
-    device = _ARCHS.get(text.rstrip("af"))
-    if device is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not known; choose from {', '.join(_ARCHS)}")
-    return device
+    names = [name.rstrip("af") for name in text.split(",")]
+    if unknown := set(names) - set(_ARCHS):
+        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))} is not known; choose from {', '.join(_ARCHS)}")
+    return [_ARCHS[name] for name in names]
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    add_shape(parser)
-    parser.add_argument("--arch", type=_arch, action="append", metavar="ARCH",
-                        help=f"{', '.join(_ARCHS)}; repeatable (default: the GPU present)")  # fmt: skip
-    parser.add_argument(
-        "--into", type=Path, metavar="FOLDER", help="also write source, assembler's report and cubin here"
-    )
+    add_shapes(parser)
+    parser.add_argument("--arch", type=_archs, action="extend", metavar="A,B",
+                        help=f"{', '.join(_ARCHS)} (default: the GPU present)")  # fmt: skip
+    parser.add_argument("--into", type=Path, metavar="FOLDER",
+                        help="also write source, PTX, assembler's report and cubin here")  # fmt: skip
+    add_json(parser)
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """A kernel in the cache, and what the assembler said of it."""
+
+    kernel: str
+    variant: str
+    arch: str
+    seconds: float
+    registers: int
+    stack_bytes: int
+    spill_bytes: int
+    warnings: tuple[str, ...]
+    cubin: Path
 
 
 def run(args: argparse.Namespace) -> int:
@@ -36,25 +55,52 @@ def run(args: argparse.Namespace) -> int:
     targets = args.arch or ([gpu] if gpu else [])
     if not targets:
         raise Misused(f"no GPU is present: name architectures with --arch ({', '.join(_ARCHS)})")
-    print(f"{'kernel':12} {'arch':7} {'registers':>9} {'spilled':>8} {'seconds':>8}  cubin")
-    clean = True
-    for device in targets:
-        for launch in plan(problem_of(args), device).launches:
-            clean &= _compile(launch, device, args.into)
-    return 0 if clean else 1
+    # What is compiled follows from these alone, so calls that share a kernel have it compiled once.
+    wanted = {
+        (x.kernel, x.real, x.config, compile.arch_of(x, device)): x
+        for device in targets
+        for problem in problems_of(args)
+        for x in plan(problem, device).launches
+    }
+    with Progress(len(wanted)) as progress, ThreadPoolExecutor(os.cpu_count()) as pool:
+        jobs = [pool.submit(_compile, launch, key[-1], args.into) for key, launch in wanted.items()]
+        for job in as_completed(jobs):
+            progress.step(f"{job.result().kernel} for {job.result().arch}")
+    found = [job.result() for job in jobs]
+    if args.json:
+        print_json([dataclasses.asdict(x) for x in found])
+    else:
+        _print(found)
+    return 0
 
 
-def _compile(launch: Launch, device: Device, into: Path | None) -> bool:
-    """Compile one kernel and print its row. True if it neither spills nor is warned about."""
-    arch, start = compile.arch_of(launch, device), time.perf_counter()
+def _compile(launch: Launch, arch: str, into: Path | None) -> _Compiled:
+    start = time.perf_counter()
     path = compile.cubin(launch, arch)
     seconds = time.perf_counter() - start
     report = compile.report(path.with_suffix(".log").read_text(encoding="utf-8"))
-    print(f"{launch.kernel:12} {arch:7} {report.registers:9} {report.spill_bytes:6} B {seconds:8.2f}  {path}")
-    for warning in report.warnings:
-        print(f"{'':12} {warning}")
     if into:
         into.mkdir(parents=True, exist_ok=True)
-        for suffix in (".cu", ".log", ".cubin"):
-            (into / f"{launch.kernel}-{arch}{suffix}").write_bytes(path.with_suffix(suffix).read_bytes())
-    return not report.spill_bytes and not report.warnings
+        written = {suffix: path.with_suffix(suffix).read_bytes() for suffix in (".cu", ".log", ".cubin")}
+        for suffix, data in (written | {".ptx": compile.ptx(launch, arch)}).items():
+            (into / f"{path.stem}{suffix}").write_bytes(data)
+    return _Compiled(launch.kernel, _variant(launch), arch, seconds, cubin=path, **dataclasses.asdict(report))
+
+
+def _variant(launch: Launch) -> str:
+    """What tells a kernel from others of its name, in short."""
+    cfg = dict(launch.config)
+    flags = (name.lower() for name, value in cfg.items() if value is True and not name.startswith("WIDE_"))
+    tile = f"{cfg['TILE_M']}x{cfg['TILE_N']} of {cfg['TILE_D']}"
+    return " ".join([cfg["Element"], tile, *flags])
+
+
+def _print(found: list[_Compiled]) -> None:
+    width, wide = (max(len(getattr(x, name)) for x in found) for name in ("kernel", "variant"))
+    print(f"{'kernel':{width}} {'variant':{wide}} {'arch':7} {'registers':>9} {'spilled':>8} {'seconds':>8}  cubin")
+    for x in found:
+        figures = f"{x.registers:9} {x.spill_bytes:6} B {x.seconds:8.2f}"
+        print(f"{x.kernel:{width}} {x.variant:{wide}} {x.arch:7} {figures}  {x.cubin.name}")
+        for warning in x.warnings:
+            print(f"{'':{width}} {warning}")
+    print(f"in {found[0].cubin.parent}")

@@ -7,6 +7,8 @@ import ctypes
 import itertools
 import os
 import platform
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import metadata
 
 import numpy as np
@@ -15,40 +17,56 @@ from .. import __version__, api, compile, debug, reference, source
 from ..device import present
 from ..errors import CompileError, Unsupported
 from ..tiles import FAMILIES
+from . import add_json, print_json
 
 _BOUNDS = {"float16": 4e-3, "float32": 1e-5, "float64": 1e-12}  # relative to the largest entry
 
 
-class _Report:
-    """Prints a line for each finding, and remembers whether something is broken."""
+@dataclass(frozen=True)
+class _Finding:
+    state: str  # ok, absent or BROKEN
+    subject: str
+    text: str
+    remedy: str = ""
 
-    def __init__(self):
-        self.broken = False
+    def __str__(self) -> str:
+        line = f"  {self.state:8} {self.subject:11} {self.text}"
+        return f"{line}\n  {'':8} {'':11} -> {self.remedy}" if self.remedy else line
+
+
+class _Report:
+    """Keeps what is found, and shows it as it is found."""
+
+    def __init__(self, show: Callable[[object], None]):
+        self.findings: list[_Finding] = []
+        self.show = show
+
+    @property
+    def broken(self) -> bool:
+        return any(finding.state == "BROKEN" for finding in self.findings)
 
     def good(self, subject: str, text: str) -> None:
-        print(f"  ok       {subject:11} {text}")
+        self._add(_Finding("ok", subject, text))
 
     def absent(self, subject: str, text: str, remedy: str = "") -> None:
         """Not there, and not needed for what does work."""
-        print(f"  absent   {subject:11} {text}")
-        self._remedy(remedy)
+        self._add(_Finding("absent", subject, text, remedy))
 
     def bad(self, subject: str, text: str, remedy: str = "") -> None:
-        self.broken = True
-        print(f"  BROKEN   {subject:11} {text}")
-        self._remedy(remedy)
+        self._add(_Finding("BROKEN", subject, text, remedy))
 
-    def _remedy(self, remedy: str) -> None:
-        if remedy:
-            print(f"           {'':11} -> {remedy}")
+    def _add(self, finding: _Finding) -> None:
+        self.findings.append(finding)
+        self.show(finding)
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description += " The exit code is 1 if something is broken; a machine without a GPU is not."
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    report = _Report()
+    report = _Report((lambda finding: None) if args.json else print)
     report.good("Python", f"{platform.python_version()} on {platform.platform(terse=True)}")
     report.good("pyflash", f"{__version__} in {source.kernels_folder().parent}; NumPy {np.__version__}")
     cuda = _driver(report)
@@ -60,11 +78,12 @@ def run(args: argparse.Namespace) -> int:
     _smoke(report, "NumPy", "float32, forward and backward", _data("float32"))
     for gpu in gpus if not report.broken else []:
         _smoke_gpu(report, gpu)
-    print(
-        "\nsomething is broken"
-        if report.broken
-        else f"\n{'the GPU works' if gpus else 'works on the CPU, through NumPy'}"
-    )
+    works = "the GPU works" if gpus else "works on the CPU, through NumPy"
+    verdict = "something is broken" if report.broken else works
+    if args.json:
+        print_json({"broken": report.broken, "verdict": verdict, "findings": report.findings})
+    else:
+        print(f"\n{verdict}")
     return int(report.broken)
 
 
@@ -152,6 +171,10 @@ def _libraries(report: _Report) -> None:
             report.good(library, f"{version}; its arrays are taken as they are")
         else:
             report.absent(library, "not installed; optional")
+    if version := _version("matplotlib"):
+        report.good("matplotlib", f"{version}, for plots")
+    else:
+        report.absent("matplotlib", "not installed; bench and explain draw with it", "pip install 'pyflash[bench]'")
 
 
 def _cache(report: _Report) -> None:

@@ -62,6 +62,8 @@ MISUSES = [
     "explain --gpu H200 --heads 6 --kv-heads 4",
     "compile",
     "compile --arch sm_1",
+    "compile --arch sm_80,sm_1",
+    "compile --arch sm_80 --dtype int8",
 ]
 
 
@@ -159,6 +161,18 @@ def test_doctor():
     assert "within" in run.stdout and run.stdout.rstrip().endswith("works on the CPU, through NumPy")
 
 
+def test_doctor_json():
+    found = json.loads(pyflash("doctor", "--json", before=WITHOUT_CUPY).stdout)
+    assert found["broken"] is False and {f["state"] for f in found["findings"]} <= {"ok", "absent"}
+    assert any("pyflash[cuda13]" in f["remedy"] for f in found["findings"] if f["subject"] == "CuPy")
+
+
+def test_demo_json():
+    found = json.loads(pyflash("demo", "--cpu", "--seqlen", "64", "--heads", "1", "--json").stdout)
+    assert found["good"] and found["errors"].keys() == {"out", "dq", "dk", "dv"}
+    assert found["PyFlash"]["memory_bytes"] > 0 and found["ordinary attention"]["forward_seconds"] > 0
+
+
 def test_doctor_says_what_to_install():
     run = pyflash("doctor", before=WITHOUT_CUPY)
     assert run.returncode == 0
@@ -212,6 +226,21 @@ def test_explain_what_is_not_supported():
     assert run.returncode == 1 and "8.0" in run.stderr and "Traceback" not in run.stderr
 
 
+def test_compile_lists(tmp_path):
+    """Each kernel of all the combinations once, with its report."""
+    try:
+        compile.nvrtc_version()
+    except CompileError as error:
+        pytest.skip(str(error).partition("\n")[0])
+    lists = "--arch sm_75,sm_80 --dtype float32 --head-dim 8,16 --seqlen 64,4k --full --causal --forward"
+    run = pyflash("compile", *lists.split(), "--json", XDG_CACHE_HOME=str(tmp_path))
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout)
+    kernels = [(x["kernel"], x["variant"], x["arch"]) for x in found]
+    assert len(set(kernels)) == len(kernels) and {x[2] for x in kernels} == {"sm_75", "sm_80"}
+    assert all(x["registers"] > 0 and Path(x["cubin"]).is_file() for x in found)
+
+
 def test_compile_without_a_compiler_says_what_to_install():
     run = pyflash("compile", "--arch", "sm_80", before=WITHOUT_CUPY)
     assert run.returncode == 1 and "pip install 'pyflash[cuda13]'" in run.stderr and "Traceback" not in run.stderr
@@ -226,9 +255,11 @@ def test_compile_fills_the_cache(tmp_path):
     arguments = ("compile", "--arch", "sm_80", "--head-dim", "64", "--into", str(into))
     run = pyflash(*arguments, XDG_CACHE_HOME=str(cache))
     assert run.returncode == 0, run.stdout + run.stderr
-    files = {path.name for path in into.iterdir()}
-    assert files == {"fwd_sm80-sm_80.cu", "fwd_sm80-sm_80.log", "fwd_sm80-sm_80.cubin"}
-    assert (into / "fwd_sm80-sm_80.cubin").read_bytes()[:4] == b"\x7fELF"
+    (stem,) = {path.stem for path in into.iterdir()}
+    assert stem.startswith("fwd_sm80-sm_80-")
+    files = {path.suffix: path.read_bytes() for path in into.iterdir()}
+    assert files.keys() == {".cu", ".log", ".cubin", ".ptx"}
+    assert files[".cubin"][:4] == b"\x7fELF" and b".target sm_80" in files[".ptx"] and b"registers" in files[".log"]
     before = {path: path.stat().st_mtime_ns for path in cache.rglob("*.cubin")}
     assert pyflash(*arguments, XDG_CACHE_HOME=str(cache)).returncode == 0
     assert {path: path.stat().st_mtime_ns for path in cache.rglob("*.cubin")} == before != {}
