@@ -251,7 +251,8 @@ def kind_of(array, name: str) -> Kind:
     if library == "jax":
         if isinstance(array, sys.modules["jax"].core.Tracer):
             raise Unsupported(
-                f"{shown}: got a JAX tracer; PyFlash launches its own kernels: call it outside jax.jit"
+                f"{shown}: got a JAX tracer; PyFlash launches its own kernels: call it outside jax.jit and jax.vmap, "
+                "and differentiate pyflash.jax.flash_attention"
             )
         platform = next(iter(array.devices())).platform
         if platform in ("gpu", "cuda"):

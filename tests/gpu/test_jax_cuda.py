@@ -56,3 +56,14 @@ def test_arrays_cannot_be_written_to(gpu):
     q, k, v, dout = inputs(gpu, "float32")
     with pytest.raises(ValueError, match="^out: .* read-only"):
         pyflash.flash_attention(q, k, v, out=dout)
+
+
+def test_gradients(gpu):
+    from pyflash.jax import flash_attention
+
+    q, k, v, dout = inputs(gpu, "float32")
+    ours = jax.grad(lambda *a: (flash_attention(*a, causal=True) * dout).sum(), (0, 1, 2))(q, k, v)
+    expected = reference.attention_backward(*(np.asarray(a) for a in (dout, q, k, v)), causal=True)
+    for got, want in zip(ours, expected, strict=True):
+        assert got.devices() == {gpu}
+        np.testing.assert_allclose(np.asarray(got), want, atol=1e-5 * np.abs(want).max())

@@ -61,6 +61,101 @@ def test_tracing_is_refused_rather_than_wrong(transform):
         transform(lambda q, k, v: pyflash.flash_attention(q, k, v).sum())(q, k, v)
 
 
+def loss(attention, **options):
+    def of(q, k, v):
+        out = attention(q, k, v, **options)
+        out = (out,) if isinstance(out, jax.Array) else out
+        return sum((a * jnp.cos(jnp.arange(a.size).reshape(a.shape))).sum() for a in out)
+
+    return of
+
+
+def ordinary(q, k, v, causal=False, return_lse=False):
+    k, v = (jnp.repeat(a, q.shape[2] // k.shape[2], axis=2) for a in (k, v))
+    s = jnp.einsum("bihd,bjhd->bhij", q, k, precision="highest") / q.shape[-1] ** 0.5
+    if causal:
+        s = jnp.where(jnp.tri(*s.shape[-2:], s.shape[-1] - s.shape[-2], dtype=bool), s, -jnp.inf)
+    out = jnp.einsum("bhij,bjhd->bihd", jax.nn.softmax(s), v, precision="highest")
+    return (out, jax.nn.logsumexp(s, axis=-1)) if return_lse else out
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"return_lse": True}, {"causal": True, "return_lse": True}])
+def test_gradients(options):
+    from pyflash.jax import flash_attention
+
+    with jax.enable_x64(True):
+        arrays = inputs("float64")
+        ours = jax.value_and_grad(loss(flash_attention, **options), (0, 1, 2))(*arrays)
+        theirs = jax.value_and_grad(loss(ordinary, **options), (0, 1, 2))(*arrays)
+        for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-10)
+
+
+def test_gradients_by_finite_differences():
+    from jax.test_util import check_grads
+
+    from pyflash.jax import flash_attention
+
+    with jax.enable_x64(True):
+        check_grads(lambda *a: flash_attention(*a, causal=True, softmax_scale=0.3), inputs("float64"), 1, ("rev",))
+
+
+def test_gradients_of_one_input():
+    from pyflash.jax import flash_attention
+
+    q, k, v = inputs()
+    gradient = jax.grad(lambda k: loss(flash_attention, deterministic=True)(q, k, v))(k)
+    np.testing.assert_allclose(gradient, jax.grad(lambda k: loss(ordinary)(q, k, v))(k), atol=1e-4)
+
+
+def test_it_is_the_same_function_without_gradients():
+    from pyflash.jax import flash_attention
+
+    q, k, v = inputs()
+    for options in ({}, {"causal": True, "softmax_scale": 0.2}):
+        assert np.array_equal(flash_attention(q, k, v, **options), pyflash.flash_attention(q, k, v, **options))
+
+
+def test_jitted_neighbours():
+    from pyflash.jax import flash_attention
+
+    before, after = jax.jit(jnp.sin), jax.jit(lambda a: (a**2).sum())
+    arrays = inputs()
+    ours, theirs = (
+        jax.grad(lambda q, k, v, f=f: after(f(before(q), before(k), v)), (0, 1, 2))(*arrays)
+        for f in (flash_attention, ordinary)
+    )
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [jax.jit, jax.vmap, lambda f: jax.jit(jax.grad(f)), lambda f: jax.jacrev(jax.grad(f)), jax.checkpoint],
+    ids=["jit", "vmap", "jit of grad", "second derivative", "checkpoint"],
+)
+def test_what_cannot_be_traced_says_so(transform):
+    from pyflash.jax import flash_attention
+
+    q, k, v = inputs()
+    if transform is jax.vmap:
+        q, k, v = q[None], k[None], v[None]
+    with pytest.raises(pyflash.Unsupported, match="got a JAX tracer.*outside jax.jit and jax.vmap"):
+        transform(lambda q, k, v: flash_attention(q, k, v).sum())(q, k, v)
+
+
+def test_errors_are_those_of_the_public_function():
+    from pyflash.jax import flash_attention
+
+    q, k, v = inputs()
+    with pytest.raises(ValueError, match="^k: got shape"):
+        flash_attention(q, k[:1], v)
+    with pytest.raises(TypeError, match="causal"):
+        flash_attention(q, k, v, causal="yes")
+    with pytest.raises(TypeError, match="no_such_option"):
+        flash_attention(q, k, v, no_such_option=1)
+
+
 def test_other_libraries_next_to_it_are_refused():
     q, k, v = inputs()
     with pytest.raises(TypeError, match="^v: got a numpy array, takes jax on the CPU, as q"):

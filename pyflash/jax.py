@@ -1,0 +1,81 @@
+"""JAX: attention that jax.grad and jax.vjp differentiate.
+
+Eagerly only. PyFlash launches kernels of its own, which jax.jit, jax.vmap and what is built on them (jax.checkpoint,
+jax.lax loops, a derivative of the derivative) cannot trace: inside them it raises `pyflash.Unsupported`. What surrounds
+the attention may well be jitted, before it and after it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+
+import jax
+
+from . import api
+
+# The options that have gradients, in the order in which `flash_attention_backward` returns them.
+_DIFFERENTIABLE = tuple(
+    name.removeprefix("return_d")
+    for name in inspect.signature(api.flash_attention_backward).parameters
+    if name.startswith("return_d")
+)
+
+
+def flash_attention(q, k, v, *, return_lse: bool = False, deterministic: bool = False, **options):
+    """`pyflash.flash_attention` of JAX arrays, differentiable in reverse mode.
+
+    Parameters
+    ----------
+    q, k, v, return_lse
+        As for `pyflash.flash_attention`.
+    deterministic : bool
+        Bitwise the same gradients each time.
+    options
+        The options of `pyflash.flash_attention`.
+
+    Returns
+    -------
+    out : array
+    lse : array
+        Only with ``return_lse``; it may be differentiated, too.
+
+    Raises
+    ------
+    TypeError, ValueError, pyflash.Unsupported
+        As `pyflash.flash_attention`; Unsupported also inside jax.jit and jax.vmap.
+    """
+    arrays = {name: value for name, value in options.items() if isinstance(value, jax.Array)}
+    scalars = tuple((name, value) for name, value in options.items() if name not in arrays)
+    out, lse = _attention(scalars, deterministic, return_lse, q, k, v, arrays)
+    return (out, lse) if return_lse else out
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _attention(scalars, deterministic, lse_is_used, q, k, v, arrays):
+    return api.flash_attention(q, k, v, return_lse=True, **dict(scalars), **arrays)
+
+
+def _forward(scalars, deterministic, lse_is_used, q, k, v, arrays):
+    results = _attention(scalars, deterministic, lse_is_used, q, k, v, arrays)
+    return results, (q, k, v, *results, arrays)
+
+
+def _backward(scalars, deterministic, lse_is_used, kept, gradients):
+    *tensors, arrays = kept
+    dout, dlse = map(jax.numpy.asarray, gradients)  # those that a caller of jax.vjp gives may be NumPy's
+    wanted = [name for name in _DIFFERENTIABLE if name in arrays]
+    dq, dk, dv, *rest = api.flash_attention_backward(
+        dout,
+        *tensors,
+        dlse=dlse if lse_is_used else None,
+        deterministic=deterministic,
+        **dict(scalars),
+        **arrays,
+        **{f"return_d{name}": True for name in wanted},
+    )
+    found = dict(zip(wanted, rest, strict=True))
+    return dq, dk, dv, {name: found.get(name) for name in arrays}  # None: no gradient
+
+
+_attention.defvjp(_forward, _backward)
