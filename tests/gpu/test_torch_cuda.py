@@ -134,6 +134,36 @@ def test_deterministic_algorithms():
         torch.use_deterministic_algorithms(False)
 
 
+def test_a_graph_of_a_training_step():
+    """Forward, autograd's backward and an update, captured once and replayed."""
+    start, x = tensors(torch.float32, 64, 64, heads_kv=4, dim=32), torch.randn(2, 64, 4, 32, device="cuda")
+
+    def step(weights):
+        loss = (pyflash.flash_attention(*weights, causal=True) - x).square().mean()
+        gradients = torch.autograd.grad(loss, weights)
+        with torch.no_grad():
+            for weight, gradient in zip(weights, gradients, strict=True):
+                weight -= 100 * gradient
+        return loss
+
+    eager, captured = ([t.clone().requires_grad_() for t in start] for _ in range(2))
+    losses = [step(eager).item() for _ in range(4)]
+    warm = [t.clone().requires_grad_() for t in start]
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step(warm)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step(captured)
+    replayed = []
+    for _ in range(4):
+        graph.replay()
+        replayed.append(loss.item())
+    assert losses[-1] < losses[0]
+    torch.testing.assert_close(torch.tensor(replayed), torch.tensor(losses), rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_compiled_and_eager_give_the_same_bits(causal):
     def model(q, k, v):

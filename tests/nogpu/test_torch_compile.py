@@ -5,10 +5,24 @@ from __future__ import annotations
 import pytest
 
 import pyflash
+from pyflash.features import FEATURES
 
 torch = pytest.importorskip("torch")
 
 OPTIONS = [{}, {"causal": True}, {"softmax_scale": 0.3}, {"causal": True, "softmax_scale": -2}]
+# The rows of the table of features, as far as they are there.
+OPTIONS += [
+    {name: value}
+    for name, value in {
+        "window": (2, None),
+        "softcap": 1.5,
+        "alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.0]),
+        "sinks": torch.tensor([0.5, -1.0, 0.0, 2.0], requires_grad=True),
+        "bias": torch.randn(1, 4, 1, 7, requires_grad=True),
+        "mask": torch.rand(5, 7) < 0.7,
+    }.items()
+    if name in {feature.name for feature in FEATURES}
+]
 
 
 def inputs(dtype=torch.float64, seqlen_q=5, seqlen_k=7, batch=2, requires_grad=True):
@@ -26,8 +40,10 @@ def model(q, k, v, **options):
 
 
 def agree(compiled, eager, arguments, **options):
+    """Results and gradients, those of options that have one included."""
     results = [f(*arguments, **options) for f in (compiled, eager)]
-    gradients = [torch.autograd.grad(r.sum(), arguments) for r in results]
+    leaves = [t for t in (*arguments, *options.values()) if isinstance(t, torch.Tensor) and t.requires_grad]
+    gradients = [torch.autograd.grad(r.sum(), leaves) for r in results]
     torch.testing.assert_close(results[0], results[1])
     torch.testing.assert_close(gradients[0], gradients[1])
 
@@ -37,10 +53,18 @@ def nothing_compiled_before():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_one_graph_and_the_same_numbers(dtype, options):
-    agree(torch.compile(model, fullgraph=True, backend="aot_eager"), model, inputs(dtype), **options)
+    arrays = {n: x.to(dtype) for n, x in options.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
+    agree(torch.compile(model, fullgraph=True, backend="aot_eager"), model, inputs(dtype), **options | arrays)
+
+
+def test_an_option_without_a_gradient_is_not_differentiated():
+    slopes = torch.ones(4, requires_grad=True)
+    if "alibi_slopes" in {feature.name for feature in FEATURES}:
+        with pytest.raises(ValueError, match="^alibi_slopes: got a tensor that requires grad, takes one that does not"):
+            pyflash.flash_attention(*inputs(torch.float32), alibi_slopes=slopes)
 
 
 def test_inductor():
