@@ -102,7 +102,7 @@ def flash_attention(
     if traced or kind.autograd:
         from . import torch as glue
 
-        if traced or glue.needs_glue(*given.values()):
+        if traced or glue.needs_glue(given.values()):
             if out is not None:
                 raise ValueError(
                     "out: got a tensor, takes None where q, k or v requires grad, under autocast, and in torch.compile"

@@ -7,7 +7,9 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
+from collections.abc import Collection
 from functools import lru_cache
 
 import torch
@@ -22,13 +24,13 @@ _DIFFERENTIABLE = tuple(
 )
 
 
-def needs_glue(*tensors: torch.Tensor) -> bool:
+def needs_glue(tensors: Collection[torch.Tensor]) -> bool:
     """Whether autograd must be told of a call on q, k, v and more, or autocast wants those in another type."""
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor.requires_grad:
                 return True
-    return _cast_to(*tensors[:3]) is not None
+    return _cast_to(*itertools.islice(tensors, 3)) is not None
 
 
 def _cast_to(q, k, v) -> torch.dtype | None:

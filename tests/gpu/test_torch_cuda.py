@@ -211,23 +211,26 @@ def test_in_place_of_torchs_own_function(is_causal, lengths):
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_host_time_of_a_call(compiled):
-    """Queueing a call costs the host no more than the kernels of a small model take."""
-    q, k, v = tensors(torch.bfloat16, 64, 64, grad=True)
-    call = pyflash.flash_attention
-    call = torch.compile(call, fullgraph=True) if compiled else call
-    for _ in range(20):
-        call(q, k, v)
-    torch.cuda.synchronize()
+def host_seconds(call) -> float:
+    """What the host takes to queue a call."""
     times = []
     for _ in range(20):
+        torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(20):
-            call(q, k, v)
+            call()
         times.append((time.perf_counter() - start) / 20)
-        torch.cuda.synchronize()
-    assert min(times) < (90e-6 if compiled else 45e-6)  # compiled, torch's own guards and wrappers come on top
+    return min(times)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_host_time_of_a_call(grad):
+    """In proportion to torch's own attention, since hosts differ: without gradients it is about the same."""
+    q, k, v = tensors(torch.bfloat16, 64, 64, heads_kv=4, grad=grad)
+    ours = host_seconds(lambda: pyflash.flash_attention(q, k, v))
+    transposed = [t.transpose(1, 2) for t in (q, k, v)]
+    theirs = host_seconds(lambda: torch.nn.functional.scaled_dot_product_attention(*transposed))
+    assert ours < (2.5 if grad else 1.5) * theirs
 
 
 def test_devices_are_not_mixed():
