@@ -1,7 +1,8 @@
 // Before the backward: delta = rowsum(do * o) - dlse, for every row; and zero dq_accum and semaphore, where there are.
 //
 // Bound by memory: reads o and do and writes dq_accum once. A CTA has TILE_M rows; LANES lanes share a row, and a lane
-// requests its parts of all its rows before it adds them up.
+// requests its parts of all its rows before it adds them up. The last rows come first: what the backward begins with is
+// then still in L2.
 #include "rows.cuh"
 
 using cfg::Element;
@@ -34,7 +35,8 @@ template <class T> __device__ __forceinline__ void zero(T* data, int count) {
 
 extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS)
 bwd_delta(const __grid_constant__ Params p) {
-  const i64 rows = num_rows(p), begin = blockIdx.x * (i64)cfg::TILE_M, left = rows - begin;
+  let_next_launch_start();
+  const i64 rows = num_rows(p), begin = (gridDim.x - 1 - blockIdx.x) * (i64)cfg::TILE_M, left = rows - begin;
   const int count = left < cfg::TILE_M ? (int)left : cfg::TILE_M;
   const int lane = threadIdx.x % LANES, first = threadIdx.x / LANES;
   const int head_dim_v = cfg::RAGGED_D ? p.head_dim_v : cfg::TILE_DV;

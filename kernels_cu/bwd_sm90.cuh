@@ -11,6 +11,7 @@ using cfg::TILE_M, cfg::TILE_N, cfg::TILE_D, cfg::TILE_DV, cfg::STAGES;
 constexpr int D_CHUNKS = (TILE_D + CHUNK - 1) / CHUNK, DV_CHUNKS = (TILE_DV + CHUNK - 1) / CHUNK;
 constexpr int D_STEPS = TILE_D / 16, DV_STEPS = TILE_DV / 16, M_STEPS = TILE_M / 16;  // steps of a summed dimension
 constexpr int WG_WARPS = WARPGROUP / WARP, WG_KEYS = 64, WARP_KEYS = WG_KEYS / WG_WARPS;
+constexpr int UNITS = CHUNK_ROW_BYTES / UNIT_BYTES;  // of 8 elements, in a row of a chunk
 constexpr u32 STEP_BYTES = 16 * CHUNK_ROW_BYTES;  // 16 rows of a chunk: a step of a sum down the rows
 constexpr int DS_BUFFERS = 2;
 
@@ -102,6 +103,56 @@ __device__ __forceinline__ void load_tile(Element (&tile_smem)[CHUNKS][ROWS][CHU
   for (int c = 0; c < CHUNKS; c++) tma_load_4d(tile_smem[c], &map, full, c * CHUNK, row, head, batch);
 }
 
+__device__ __forceinline__ const float* lse_of(const Params& p, int batch, int head) {
+  return p.lse + batch * p.lse_stride[0] + head * p.lse_stride[1];
+}
+__device__ __forceinline__ const float* delta_of(const Params& p, int batch, int head) {
+  return p.delta + ((i64)batch * p.num_heads_q + head) * p.seqlen_q;
+}
+
+// Queries that do not see a key have no influence on its dk and dv, but 0 * inf and 0 * NaN are NaN. So where there are
+// such queries and inf or NaN in their q or do (hardly ever), the tiles that the products sum over are made finite: what
+// sees a key has got its p or ds, by lse and delta, to be NaN anyway. Only p do then lacks something: add_nonfinite_to_dv.
+
+// Whether the queries of a step must be made finite: some do not see all keys of the tile, and lse or delta is not finite
+// (or no key is seen, so that lse says nothing of q). A warp's question, of buffer `at`.
+template <class Smem>
+__device__ __forceinline__ bool must_be_made_finite(Smem& smem, const Work& tile, int m_block, int at, u32 parity,
+                                                    int lane) {
+  if (!HIDES_KEYS) return false;
+  mbarrier_wait(&smem.values_full[at], parity);
+  return tile.hides(m_block) && uniform(lane == 0 ? smem.lse_nonfinite[at] | smem.delta_nonfinite[at] : 0);
+}
+
+// Instead of load_tile: the TILE_M queries from m0 on of q or do, copied by hand without inf and NaN, as one arrival on
+// `full`. Notes, if asked, whether there were any. A warp's work.
+template <int CHUNKS>
+__device__ __forceinline__ void load_finite(const Params& p, Element (&tile_smem)[CHUNKS][TILE_M][CHUNK],
+                                            const Element* gmem, const i64 (&stride)[4], int columns, u64* full, int m0,
+                                            int head, int batch, int* made_finite, int lane) {
+  u32 found = 0;
+#pragma unroll 1
+  for (int i = lane; i < TILE_M * CHUNKS * UNITS; i += WARP) {
+    const int row = i / (CHUNKS * UNITS), unit = i % (CHUNKS * UNITS), column = unit * (CHUNK / UNITS);
+    const Element* unit_gmem = gmem + batch * stride[0] + (m0 + row) * stride[1] + head * stride[2] + column;
+    u32 x[4] = {};
+    if (m0 + row < p.seqlen_q && column < columns) ld_global_v4(x, unit_gmem);
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      const u32 signs = nonfinite<Element>(x[e]);
+      found |= signs;
+      x[e] &= ~((signs >> 15) * 0xffff);
+    }
+    st_shared_v4(unit_address(smem_u32(tile_smem), TILE_M, row, unit), x);
+  }
+  fence_proxy_async_shared();
+  found = __any_sync(~0u, found);
+  __syncwarp();
+  if (lane) return;
+  if (made_finite) *made_finite = found;
+  mbarrier_arrive(full);
+}
+
 // Before one lane does what lets the barrier go on to its next phases: no other lane may miss this one.
 __device__ __forceinline__ void await_as_warp(u64* barrier, u32 parity) {
   mbarrier_wait(barrier, parity);
@@ -112,21 +163,24 @@ __device__ __forceinline__ void await_as_warp(u64* barrier, u32 parity) {
 struct alignas(16) RowValues { float x[2][2]; };
 using TileValues = RowValues[TILE_M / 16][4];
 
-// One warp's work: brings lse or delta of every step's query rows to a ring in shared memory. `gmem(batch, head)` are a
-// head's values, `stride` apart; rows that do not exist have `none`; convert() makes of a value what is stored.
-// await(stage) waits until a buffer is free, arrive(stage) says that it is full.
+// One warp's work: brings lse or delta of every step's query rows to a ring in shared memory and, where some queries may
+// not see all keys, whether all are finite. `gmem(batch, head)` are a head's values, `stride` apart; rows that do not
+// exist have `none`; convert() makes of a value what is stored. await(stage) waits until a buffer is free, arrive(stage)
+// says that it is full.
 template <class Gmem, class Convert, class Await, class Arrive>
-__device__ __forceinline__ void produce_values(const Params& p, TileValues (&ring_smem)[STAGES], Gmem gmem, i64 stride,
-                                               float none, Convert convert, Await await, Arrive arrive, int lane) {
+__device__ __forceinline__ void produce_values(const Params& p, TileValues (&ring_smem)[STAGES],
+                                               int (&nonfinite_smem)[STAGES], Gmem gmem, i64 stride, float none,
+                                               Convert convert, Await await, Arrive arrive, int lane) {
   constexpr int LANE_ROWS = TILE_M / WARP;
   Ring<STAGES> stage;
   for_each_step(p, [&](const Work& tile, int head, int m_block, bool, bool) {
     const float* head_gmem = gmem(tile.batch, head);
-    float value[LANE_ROWS];
+    float value[LANE_ROWS], zero = 0;
 #pragma unroll
     for (int i = 0; i < LANE_ROWS; i++) {
       const int row = m_block * TILE_M + i * WARP + lane;
       value[i] = row < p.seqlen_q ? head_gmem[row * stride] : none;
+      if (HIDES_KEYS && row < p.seqlen_q) zero += 0 * value[i];  // or NaN
     }
     await(stage);
 #pragma unroll
@@ -134,28 +188,32 @@ __device__ __forceinline__ void produce_values(const Params& p, TileValues (&rin
       const int row = i * WARP + lane;
       ring_smem[stage.index][row / 16][row % 8 / 2].x[row / 8 % 2][row % 2] = convert(value[i]);
     }
+    const bool nonfinite = HIDES_KEYS && __any_sync(~0u, zero != 0);
     __syncwarp();
-    if (lane == 0) arrive(stage.index);
+    if (lane == 0) {
+      if (HIDES_KEYS) nonfinite_smem[stage.index] = nonfinite;
+      arrive(stage.index);
+    }
     stage.advance();
   });
 }
-template <class Await, class Arrive>
-__device__ __forceinline__ void produce_lse(const Params& p, TileValues (&ring_smem)[STAGES], Await await,
-                                            Arrive arrive, int lane) {
-  auto gmem = [&](int batch, int head) { return p.lse + batch * p.lse_stride[0] + head * p.lse_stride[1]; };
-  produce_values(p, ring_smem, gmem, p.lse_stride[2], NEG_INF, lse_origin<float>, await, arrive, lane);
+template <class Smem, class Await, class Arrive>
+__device__ __forceinline__ void produce_lse(const Params& p, Smem& smem, Await await, Arrive arrive, int lane) {
+  auto gmem = [&](int batch, int head) { return lse_of(p, batch, head); };
+  produce_values(p, smem.lse, smem.lse_nonfinite, gmem, p.lse_stride[2], NEG_INF, lse_origin<float>, await, arrive,
+                 lane);
 }
-template <class Await, class Arrive>
-__device__ __forceinline__ void produce_delta(const Params& p, TileValues (&ring_smem)[STAGES], Await await,
-                                              Arrive arrive, int lane) {
-  auto gmem = [&](int batch, int head) { return p.delta + ((i64)batch * p.num_heads_q + head) * p.seqlen_q; };
-  produce_values(p, ring_smem, gmem, 1, 0.f, [](float x) { return x; }, await, arrive, lane);
+template <class Smem, class Await, class Arrive>
+__device__ __forceinline__ void produce_delta(const Params& p, Smem& smem, Await await, Arrive arrive, int lane) {
+  auto gmem = [&](int batch, int head) { return delta_of(p, batch, head); };
+  auto as_it_is = [](float x) { return x; };
+  produce_values(p, smem.delta, smem.delta_nonfinite, gmem, 1, 0.f, as_it_is, await, arrive, lane);
 }
 
 // A warp's work: looks for inf and NaN in every k tile of which some queries do not see all keys. 0 * inf is NaN, so
 // those queries' dq then needs care (add_dq_exactly).
 template <class Smem> __device__ __forceinline__ void check_keys(const Params& p, Smem& smem, int lane) {
-  constexpr int UNITS = sizeof(smem.k) / UNIT_BYTES;
+  constexpr int K_UNITS = sizeof(smem.k) / UNIT_BYTES;
   Ring<1> keys;
   for_each_tile(p, [&](const Work& tile) {
     if (!tile.steps(p)) return;
@@ -163,7 +221,7 @@ template <class Smem> __device__ __forceinline__ void check_keys(const Params& p
     u32 found = 0;
     if (tile.q_tiles.full_begin != tile.q_tiles.begin || tile.q_tiles.full_end != tile.q_tiles.end) {
 #pragma unroll 4
-      for (int i = lane; i < UNITS; i += WARP) {
+      for (int i = lane; i < K_UNITS; i += WARP) {
         u32 unit[4];
         ld_shared_v4(unit, smem_u32(smem.k) + i * UNIT_BYTES);
 #pragma unroll
@@ -291,7 +349,8 @@ __device__ __forceinline__ void store_ds(Element (&ds_smem)[CHUNKS][TILE_N][CHUN
 // dq_accum holds, for each batch and query head, seqlen_q * head_dim floats. Blocks of 64 whole rows lie in them one
 // after the other, each in the order of the accumulator of a (64, TILE_D) product: [column / 8][thread][4]. So every
 // add is 16 bytes wide and a warp's adds are contiguous. What is left over at the end of a head lies row by row, and so
-// does everything if the product is wider than head_dim. bwd_convert_sm90 reads it.
+// does everything if the product is wider than head_dim. bwd_convert_sm90 reads it. Where all keys are one tile (ALONE),
+// there is no dq_accum: each product is dq as it is.
 
 __device__ __forceinline__ bool in_fragment_order(const Params& p, int row) {
   return !cfg::RAGGED_D && row / CHUNK * CHUNK + CHUNK <= p.seqlen_q;
@@ -307,6 +366,13 @@ __device__ __forceinline__ i64 dq_offset(const Params& p, int row, int column) {
 template <int COLUMNS>
 __device__ __forceinline__ void add_dq(const Params& p, const float (&dq_rmem)[COLUMNS / 2], int batch, int head,
                                        int row0, int column0, int thread) {
+  if constexpr (cfg::ALONE) {
+    const int row = row0 + thread / WARP * 16;
+    Element* dq_gmem = p.dq + batch * p.dq_stride[0] + row * p.dq_stride[1] + head * p.dq_stride[2] + column0;
+    store_accumulator<COLUMNS>(dq_gmem, p.dq_stride[1], p.seqlen_q - row, p.head_dim - column0, dq_rmem,
+                               {p.softmax_scale, p.softmax_scale}, thread % WARP);
+    return;
+  }
   const i64 first_row = ((i64)batch * p.num_heads_q + head) * p.seqlen_q + row0;
   if (in_fragment_order(p, row0)) {
     float* block_gmem = p.dq_accum + first_row * TILE_D + (column0 / 8 * WARPGROUP + thread) * 4;
@@ -362,6 +428,7 @@ __device__ __forceinline__ void add_dq_exactly(const Params& p, const Smem& smem
   };
   const int m0 = m_block * TILE_M, rows = min(TILE_M, p.seqlen_q - m0);
   float* head_gmem = p.dq_accum + ((i64)tile.batch * p.num_heads_q + head) * p.seqlen_q * p.head_dim;
+  Element* dq_gmem = p.dq + tile.batch * p.dq_stride[0] + m0 * p.dq_stride[1] + head * p.dq_stride[2];
 #pragma unroll 1
   for (int i = thread; i < rows * p.head_dim; i += WARPGROUP) {
     const int row = i / p.head_dim, column = i - row * p.head_dim;
@@ -370,13 +437,15 @@ __device__ __forceinline__ void add_dq_exactly(const Params& p, const Smem& smem
     for (int n = 0; n < TILE_N; n++) {
       if (visible(p, m0 + row, tile.n0() + n)) sum += at(smem.ds[buffer], n, row) * at(smem.k, n, column);
     }
-    red_add(head_gmem + dq_offset(p, m0 + row, column), sum);
+    if (cfg::ALONE) dq_gmem[row * p.dq_stride[1] + column] = Dtype<Element>::from_real(sum * p.softmax_scale);
+    else red_add(head_gmem + dq_offset(p, m0 + row, column), sum);
   }
   __syncwarp();
 }
 
 // The warpgroup that computes dq: for every step, as soon as all of ds is there, ds k is added to dq.
 template <class Smem> __device__ __forceinline__ void accumulate_dq(const Params& p, Smem& smem) {
+  await_launches_before();
   const int thread = threadIdx.x % WARPGROUP;
   const u64 k = descriptor_mn_major(smem_u32(smem.k), 0);
   Ring<DS_BUFFERS> buffer;
@@ -433,4 +502,43 @@ __device__ __forceinline__ void store_gradient(Element* gmem, const i64 (&stride
   const int key = tile.n0() + row;
   Element* row_gmem = gmem + tile.batch * stride[0] + key * stride[1] + tile.head_kv * stride[2];
   store_accumulator<COLUMNS>(row_gmem, stride[1], seqlen_k - key, head_dim, acc_rmem, {factor, factor}, lane);
+}
+
+// dq = 0 for the queries that no key tile visits, where there is but one. Done by all warps of its `warps` together.
+__device__ __forceinline__ void zero_unvisited_dq(const Params& p, const Work& tile, int warp, int warps, int lane) {
+  const int column = lane * (CHUNK / UNITS);
+  for (int h = 0; h < p.qheads_per_kv; h++) {
+    const int head = tile.head_kv * p.qheads_per_kv + h;
+    Element* dq_gmem = p.dq + tile.batch * p.dq_stride[0] + head * p.dq_stride[2] + column;
+    for (int row = warp; row < p.seqlen_q; row += warps) {
+      if (row / TILE_M == tile.q_tiles.begin) row += (tile.q_tiles.end - tile.q_tiles.begin) * TILE_M;
+      if (row < p.seqlen_q && column < p.head_dim) st_global_v4(dq_gmem + row * p.dq_stride[1], {0, 0, 0, 0});
+    }
+  }
+}
+
+// What was left out of do, added to dv as stored of the warp's 16 keys, the first of them `row` of the tile.
+__device__ __forceinline__ void add_nonfinite_to_dv(const Params& p, const Work& tile, int row, int lane) {
+  __syncwarp();
+  const int first = tile.n0() + row, keys = min(WARP_KEYS, p.seqlen_k - first);
+  Element* dv_gmem = p.dv + tile.batch * p.dv_stride[0] + first * p.dv_stride[1] + tile.head_kv * p.dv_stride[2];
+#pragma unroll 1
+  for (int i = lane; i < keys * p.head_dim_v; i += WARP) {
+    const int key = i / p.head_dim_v, column = i - key * p.head_dim_v;
+    float sum = 0;
+#pragma unroll 1
+    for (int step = 0, m_block = tile.q_tiles.begin; step < tile.steps(p) && sum == sum; step++) {
+      const int head = tile.head_kv * p.qheads_per_kv + step / (tile.q_tiles.end - tile.q_tiles.begin);
+      const Element* dout_gmem = p.dout + tile.batch * p.dout_stride[0] + head * p.dout_stride[2] + column;
+      const int end = tile.hides(m_block) ? min((m_block + 1) * TILE_M, p.seqlen_q) : 0;
+#pragma unroll 4
+      for (int m = m_block * TILE_M; m < end; m++) {
+        const Element x = dout_gmem[m * p.dout_stride[1]];
+        if (nonfinite<Element>(x.bits) && visible(p, m, first + key)) sum += to_real(x);
+      }
+      if (++m_block == tile.q_tiles.end) m_block = tile.q_tiles.begin;
+    }
+    Element& dv = dv_gmem[key * p.dv_stride[1] + column];
+    dv = Dtype<Element>::from_real(to_real(dv) + sum);
+  }
 }

@@ -35,9 +35,10 @@ struct Smem {
   u32 p[P_BUFFERS][M_STEPS][WARPGROUP][4];
   TileValues lse[STAGES], delta[STAGES];
   u64 k_full, k_checked, k_empty, v_full;  // v has the same "empty" barrier
-  u64 q_full[STAGES], q_empty[STAGES], dout_full[STAGES], dout_empty[STAGES];  // lse comes with q, delta with do
+  u64 q_full[STAGES], q_empty[STAGES], dout_full[STAGES], dout_empty[STAGES];  // lse comes with q, delta with do,
+  u64 values_full[STAGES];                                                     // if HIDES_KEYS: and before, for who loads these
   u64 p_full[P_BUFFERS], p_empty[P_BUFFERS], ds_full[DS_BUFFERS], ds_empty[DS_BUFFERS];
-  bool k_nonfinite;
+  int k_nonfinite, lse_nonfinite[STAGES], delta_nonfinite[STAGES], dout_made_finite[STAGES];
 };
 
 template <class Smem>
@@ -47,9 +48,20 @@ __device__ __forceinline__ void produce_tiles(const Params& p, Smem& smem, int l
   for_each_step(p, [&](const Work& tile, int head, int m_block, bool first, bool) {
     const int at = stage.index, m0 = m_block * TILE_M;
     await_as_warp(&smem.q_empty[at], stage.parity ^ 1);
-    if (lane == 0) load_tile(smem.q[at], p.tma_q, &smem.q_full[at], m0, head, tile.batch);
+    const bool make_finite = must_be_made_finite(smem, tile, m_block, at, stage.parity, lane);
+    if (make_finite) {
+      load_finite(p, smem.q[at], p.q, p.q_stride, p.head_dim, &smem.q_full[at], m0, head, tile.batch, nullptr, lane);
+    } else if (lane == 0) {
+      load_tile(smem.q[at], p.tma_q, &smem.q_full[at], m0, head, tile.batch);
+    }
     await_as_warp(&smem.dout_empty[at], stage.parity ^ 1);
-    if (lane == 0) load_tile(smem.dout[at], p.tma_dout, &smem.dout_full[at], m0, head, tile.batch);
+    if (make_finite) {
+      load_finite(p, smem.dout[at], p.dout, p.dout_stride, p.head_dim_v, &smem.dout_full[at], m0, head, tile.batch,
+                  &smem.dout_made_finite[at], lane);
+    } else if (lane == 0) {
+      if (HIDES_KEYS) smem.dout_made_finite[at] = 0;
+      load_tile(smem.dout[at], p.tma_dout, &smem.dout_full[at], m0, head, tile.batch);
+    }
     stage.advance();
     if (!first) return;
     await_as_warp(&smem.k_empty, keys.parity ^ 1);
@@ -72,7 +84,8 @@ __device__ __forceinline__ void compute_probabilities(const Params& p, Smem& sme
   Ring<P_BUFFERS> buffer;
   Ring<1> keys;
   for_each_tile(p, [&](const Work& tile) {
-    const int steps = tile.steps(p);
+    const int steps = tile.steps(p), key = tile.n0() + warp_key + lane / 4;
+    bool dv_lacks = false;
 #pragma unroll
     for (int i = 0; i < TILE_DV / 2; i++) dv_rmem[i] = 0;
     if (steps) {
@@ -89,8 +102,8 @@ __device__ __forceinline__ void compute_probabilities(const Params& p, Smem& sme
     for (int step = 1; step <= steps; step++) {
       const int at = stage.index;
       const bool last = step == steps;
-      exponentiate(p, p_rmem, s_rmem, smem.lse[at], scale, head, m_block * TILE_M, tile.n0() + warp_key + lane / 4,
-                   tile.hides(m_block), lane);
+      const bool hides = tile.hides(m_block);
+      exponentiate(p, p_rmem, s_rmem, smem.lse[at], scale, head, m_block * TILE_M, key, hides, lane);
       mbarrier_wait(&smem.p_empty[buffer.index], buffer.parity ^ 1);
 #pragma unroll
       for (int s = 0; s < M_STEPS; s++) st_shared_v4(smem_u32(smem.p[buffer.index][s][thread]), p_rmem[s]);
@@ -98,6 +111,7 @@ __device__ __forceinline__ void compute_probabilities(const Params& p, Smem& sme
       if (lane == 0) mbarrier_arrive(&smem.p_full[buffer.index]);
       buffer.advance();
       mbarrier_wait(&smem.dout_full[at], stage.parity);
+      if (HIDES_KEYS && hides) dv_lacks |= smem.dout_made_finite[at];
       stage.advance();
 
       wgmma_hold(p_rmem);
@@ -119,6 +133,7 @@ __device__ __forceinline__ void compute_probabilities(const Params& p, Smem& sme
     }
     if (steps && lane == 0) mbarrier_arrive(&smem.k_empty);
     store_gradient<TILE_DV>(p.dv, p.dv_stride, tile, warp_key, p.seqlen_k, p.head_dim_v, dv_rmem, 1.f, lane);
+    if (HIDES_KEYS && dv_lacks) add_nonfinite_to_dv(p, tile, warp_key, lane);
   });
 }
 
@@ -194,6 +209,7 @@ __device__ __forceinline__ void compute_score_gradients(const Params& p, Smem& s
     }
     if (steps && lane == 0) mbarrier_arrive(&smem.k_empty);
     store_gradient<TILE_D>(p.dk, p.dk_stride, tile, warp_key, p.seqlen_k, p.head_dim, dk_rmem, p.softmax_scale, lane);
+    if (cfg::ALONE) zero_unvisited_dq(p, tile, thread / WARP, WG_WARPS, lane);
   });
 }
 
@@ -210,6 +226,7 @@ template <class Smem> __device__ __forceinline__ void run(const Params& p, Smem&
       mbarrier_init(&smem.q_empty[i], WG_WARPS);
       mbarrier_init(&smem.dout_full[i], 2);
       mbarrier_init(&smem.dout_empty[i], 2 * WG_WARPS);
+      if (HIDES_KEYS) mbarrier_init(&smem.values_full[i], 2);
     }
     for (int i = 0; i < P_BUFFERS; i++) {
       mbarrier_init(&smem.p_full[i], WG_WARPS);
@@ -221,18 +238,26 @@ template <class Smem> __device__ __forceinline__ void run(const Params& p, Smem&
     }
     mbarrier_init_fence();
   }
+  let_next_launch_start();
   __syncthreads();
   if (warpgroup == 0) {
     setmaxnreg_dec<cfg::PRODUCER_REGISTERS>();
+    if (warp == 2) await_launches_before();  // for delta
     auto await = [&](const Ring<STAGES>& stage) {  // lse and delta are read by different warpgroups, late in a step
       mbarrier_wait(&smem.q_empty[stage.index], stage.parity ^ 1);
       mbarrier_wait(&smem.dout_empty[stage.index], stage.parity ^ 1);
     };
-    auto arrive_with_q = [&](int stage) { mbarrier_arrive(&smem.q_full[stage]); };
-    auto arrive_with_dout = [&](int stage) { mbarrier_arrive(&smem.dout_full[stage]); };
+    auto arrive_with_q = [&](int stage) {
+      if (HIDES_KEYS) mbarrier_arrive(&smem.values_full[stage]);
+      mbarrier_arrive(&smem.q_full[stage]);
+    };
+    auto arrive_with_dout = [&](int stage) {
+      if (HIDES_KEYS) mbarrier_arrive(&smem.values_full[stage]);
+      mbarrier_arrive(&smem.dout_full[stage]);
+    };
     if (warp == 0) produce_tiles(p, smem, lane);
-    else if (warp == 1) produce_lse(p, smem.lse, await, arrive_with_q, lane);
-    else if (warp == 2) produce_delta(p, smem.delta, await, arrive_with_dout, lane);
+    else if (warp == 1) produce_lse(p, smem, await, arrive_with_q, lane);
+    else if (warp == 2) produce_delta(p, smem, await, arrive_with_dout, lane);
     else check_keys(p, smem, lane);
   } else if (warpgroup == 1) {
     setmaxnreg_dec<cfg::DQ_REGISTERS>();

@@ -38,8 +38,9 @@ struct Smem {
   TileValues lse[STAGES], delta[STAGES];
   u64 k_full, k_checked, k_empty, v_full, v_empty;
   u64 q_full[STAGES], dout_full[STAGES], empty[STAGES];  // lse and delta arrive with do
+  u64 values_full[STAGES];                               // if HIDES_KEYS: and before, for who loads do
   u64 ds_full[DS_BUFFERS], ds_empty[DS_BUFFERS];
-  bool k_nonfinite;
+  int k_nonfinite, lse_nonfinite[STAGES], delta_nonfinite[STAGES], dout_made_finite[STAGES];
 };
 
 constexpr int TURN_THREADS = CONSUMERS * WARPGROUP;
@@ -49,11 +50,16 @@ __device__ __forceinline__ void produce_tiles(const Params& p, Smem& smem, int l
   Ring<STAGES> stage;
   Ring<1> keys;
   for_each_step(p, [&](const Work& tile, int head, int m_block, bool first, bool) {
-    const int at = stage.index;
+    const int at = stage.index, m0 = m_block * TILE_M;
     await_as_warp(&smem.empty[at], stage.parity ^ 1);
-    if (lane == 0) {
-      load_tile(smem.q[at], p.tma_q, &smem.q_full[at], m_block * TILE_M, head, tile.batch);
-      load_tile(smem.dout[at], p.tma_dout, &smem.dout_full[at], m_block * TILE_M, head, tile.batch);
+    if (must_be_made_finite(smem, tile, m_block, at, stage.parity, lane)) {
+      load_finite(p, smem.q[at], p.q, p.q_stride, p.head_dim, &smem.q_full[at], m0, head, tile.batch, nullptr, lane);
+      load_finite(p, smem.dout[at], p.dout, p.dout_stride, p.head_dim_v, &smem.dout_full[at], m0, head, tile.batch,
+                  &smem.dout_made_finite[at], lane);
+    } else if (lane == 0) {
+      if (HIDES_KEYS) smem.dout_made_finite[at] = 0;
+      load_tile(smem.q[at], p.tma_q, &smem.q_full[at], m0, head, tile.batch);
+      load_tile(smem.dout[at], p.tma_dout, &smem.dout_full[at], m0, head, tile.batch);
     }
     stage.advance();
     if (!first) return;
@@ -119,11 +125,13 @@ __device__ __forceinline__ void consume(const Params& p, Smem& smem, int consume
     }
     int m_block = tile.q_tiles.begin;
     Head head = tile.first_head(p);
+    bool dv_lacks = false;
     for (int step = 1; step <= steps; step++) {
       const int at = stage.index;
       const bool last = step == steps;
       mbarrier_wait(&smem.dout_full[at], stage.parity);
       const bool hides = tile.hides(m_block);
+      if (HIDES_KEYS && hides) dv_lacks |= smem.dout_made_finite[at];
       exponentiate(p, a_rmem, s_rmem, smem.lse[at], scale, head, m_block * TILE_M, key, hides, lane);
       multiply_dp_and_dv(at);
       wgmma_wait<1>();
@@ -164,7 +172,9 @@ __device__ __forceinline__ void consume(const Params& p, Smem& smem, int consume
     }
     if (steps && lane == 0) mbarrier_arrive(&smem.k_empty);
     store_gradient<TILE_DV>(p.dv, p.dv_stride, tile, warp_key, p.seqlen_k, p.head_dim_v, dv_rmem, 1.f, lane);
+    if (HIDES_KEYS && dv_lacks) add_nonfinite_to_dv(p, tile, warp_key, lane);
     store_gradient<TILE_D>(p.dk, p.dk_stride, tile, warp_key, p.seqlen_k, p.head_dim, dk_rmem, p.softmax_scale, lane);
+    if (cfg::ALONE) zero_unvisited_dq(p, tile, consumer * WG_WARPS + warp, CONSUMERS * WG_WARPS, lane);
   });
 }
 
@@ -181,6 +191,7 @@ template <class Smem> __device__ __forceinline__ void run(const Params& p, Smem&
       mbarrier_init(&smem.q_full[i], 1);
       mbarrier_init(&smem.dout_full[i], 3);
       mbarrier_init(&smem.empty[i], CONSUMERS * WG_WARPS);
+      if (HIDES_KEYS) mbarrier_init(&smem.values_full[i], 2);
     }
     for (int i = 0; i < DS_BUFFERS; i++) {
       mbarrier_init(&smem.ds_full[i], CONSUMERS * WG_WARPS);
@@ -188,14 +199,19 @@ template <class Smem> __device__ __forceinline__ void run(const Params& p, Smem&
     }
     mbarrier_init_fence();
   }
+  let_next_launch_start();
   __syncthreads();
   if (warpgroup == 0) {
     setmaxnreg_dec<cfg::PRODUCER_REGISTERS>();
+    if (warp == 2) await_launches_before();  // for delta
     auto await = [&](const Ring<STAGES>& stage) { mbarrier_wait(&smem.empty[stage.index], stage.parity ^ 1); };
-    auto arrive = [&](int stage) { mbarrier_arrive(&smem.dout_full[stage]); };
+    auto arrive = [&](int stage) {
+      if (HIDES_KEYS) mbarrier_arrive(&smem.values_full[stage]);
+      mbarrier_arrive(&smem.dout_full[stage]);
+    };
     if (warp == 0) produce_tiles(p, smem, lane);
-    else if (warp == 1) produce_lse(p, smem.lse, await, arrive, lane);
-    else if (warp == 2) produce_delta(p, smem.delta, await, arrive, lane);
+    else if (warp == 1) produce_lse(p, smem, await, arrive, lane);
+    else if (warp == 2) produce_delta(p, smem, await, arrive, lane);
     else check_keys(p, smem, lane);
   } else if (warpgroup == 1) {
     setmaxnreg_dec<cfg::DQ_REGISTERS>();

@@ -157,6 +157,19 @@ __device__ __forceinline__ void red_release_add(int* flag, int x) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" :: "l"(flag), "r"(x) : "memory");
 }
 
+// 9.7.13.13 griddepcontrol: the next launch may start when all CTAs of this one have said so, if it is one that overlaps;
+// such a one then waits for the end of all launches before it, and sees what they wrote. Before sm_90 nothing overlaps.
+__device__ __forceinline__ void let_next_launch_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void await_launches_before() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // ---- sm_80: asynchronous copies -------------------------------------------------------------------------------------
 
 // 9.7.9.25.3.1 cp.async: BYTES (4, 8 or 16, both sides aligned to it) from global to shared memory, or zeros where not

@@ -7,7 +7,7 @@ import itertools
 import threading
 from functools import cache
 
-from . import compile, debug, params, tma
+from . import compile, debug, driver, params, tma
 from .device import Device
 from .errors import LaunchError
 from .plan import Launch, Plan
@@ -64,6 +64,8 @@ class _Arguments:
         self.words = (ctypes.c_uint64 * (len(template) // 8)).from_address(self.start)
         self.pointer = ctypes.c_void_p(self.start)
         self.argv = ctypes.addressof(self.pointer)
+        self.config = driver.launch_config(launch.grid, launch.block, launch.smem_bytes, launch.overlaps)
+        self.config_address = ctypes.addressof(self.config)
         tensors = dict(plan.problem.tensors)
         offsets = params.layout(launch.kernel, launch.real).offsets
         self.tensor_maps = []  # those whose address the driver must replace
@@ -106,42 +108,38 @@ class _Ready:
         except IndexError:
             arguments = _Arguments(self.template, self.slots, self.launch, self.plan)
         arguments.point(addresses)
-        launch = self.launch
-        launch_kernel(
-            self.function, launch.grid, 1, 1, launch.block, 1, 1, launch.smem_bytes, stream, arguments.argv, 0
-        )
+        arguments.config.stream = stream
+        status = launch_kernel(arguments.config_address, self.function, arguments.argv, None)
         self.free.append(arguments)
+        if status:
+            name, problem = self.launch.kernel, self.plan.problem
+            raise LaunchError(f"the driver refused to launch {name} for {problem}: {driver.error_name(status)}")
 
 
 class Executable:
     """Call it with the arrays' addresses, its device being current, to queue the plan's launches on a stream."""
 
     def __init__(self, plan: Plan, device: Device, device_id: int):
-        from cupy.cuda import driver
-
-        debug.log(1, f"{plan.problem} -> {plan.family}: {', '.join(f'{x.kernel} x{x.grid}' for x in plan.launches)}"
-                     + "".join(f"; {note}" for note in plan.notes))
+        debug.log(
+            1,
+            f"{plan.problem} -> {plan.family}: {', '.join(f'{x.kernel} x{x.grid}' for x in plan.launches)}"
+            + "".join(f"; {note}" for note in plan.notes),
+        )
         self.plan = plan
         self.workspace_bytes = plan.workspace_bytes
-        self._launch_kernel = driver.launchKernel
+        self._launch_kernel = driver.library().cuLaunchKernelEx
         functions = compile.load(plan.launches, device, device_id)
         self._ready = tuple(_Ready(x, plan, function) for x, function in zip(plan.launches, functions, strict=True))
         counts = any(array == TILE_COUNTER for launch in plan.launches for _, array in launch.arrays)
         self._tile_counters = _tile_counters(device_id) if counts else None
 
     def __call__(self, addresses: dict[str, int], stream: int) -> None:
-        try:
-            if self._tile_counters:
-                addresses[TILE_COUNTER] = self._tile_counters.address(stream)
-            for ready in self._ready:
-                ready(addresses, stream, self._launch_kernel)
-                if debug.LEVEL >= 4:
-                    self._synchronize(stream, ready)
-        except LaunchError:
-            raise
-        except Exception as error:  # CuPy has one exception type a library and no common base below Exception
-            name = ready.launch.kernel
-            raise LaunchError(f"the driver refused to launch {name} for {self.plan.problem}: {error}") from error
+        if self._tile_counters:
+            addresses[TILE_COUNTER] = self._tile_counters.address(stream)
+        for ready in self._ready:
+            ready(addresses, stream, self._launch_kernel)
+            if debug.LEVEL >= 4:
+                self._synchronize(stream, ready)
 
     def _synchronize(self, stream: int, ready: _Ready) -> None:
         from cupy.cuda import runtime

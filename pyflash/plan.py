@@ -37,6 +37,7 @@ class Launch:
     values: tuple[tuple[str, object], ...]  # Params that are known now
     arrays: tuple[tuple[str, str], ...]  # pointer Params and the arrays that they point to
     tensor_maps: tuple[tuple[str, TensorMap], ...] = ()
+    overlaps: bool = False  # may start before the launch before it has ended, and waits for that itself
 
 
 @dataclass(frozen=True)
@@ -186,6 +187,7 @@ def _launch(
     config: dict[str, object] | None = None,
     values: dict[str, object] | None = None,
     tensor_maps: dict[str, TensorMap] | None = None,
+    overlaps: bool = False,
 ) -> Launch:
     """A launch of kernel `name` over `arrays` (given with their strides) and `pointers` (contiguous by contract), given
     as names, or as pairs of the argument's and the array's."""
@@ -216,6 +218,7 @@ def _launch(
         ),
         arrays=tuple((n, n) if isinstance(n, str) else n for n in (*arrays, *pointers, *on_arrays)),
         tensor_maps=tuple((tensor_maps or {}).items()),
+        overlaps=overlaps,
     )
 
 
@@ -348,8 +351,12 @@ def _backward_sm90(problem: Problem, device: Device, notes: tuple[str, ...]) -> 
     tiles = _cdiv(problem.seqlen_k, row.tile_n) * problem.num_heads_kv * problem.batch
     if tiles > _MAX_GRID:
         raise Unsupported(f"bwd_sm90 would have {tiles} key tiles for {problem}; it counts to {_MAX_GRID}")
-    workspace = {"delta": rows * 4, "dq_accum": rows * problem.head_dim * 4}
-    if problem.deterministic:
+    alone = problem.seqlen_k <= row.tile_n  # one key tile: nothing is added up for dq
+    ordered = problem.deterministic and not alone
+    workspace = {"delta": rows * 4}
+    if not alone:
+        workspace["dq_accum"] = rows * problem.head_dim * 4
+    if ordered:
         workspace["semaphore"] = problem.batch * problem.num_heads_q * num_m_blocks * 4
     delta = _launch(
         problem,
@@ -364,18 +371,22 @@ def _backward_sm90(problem: Problem, device: Device, notes: tuple[str, ...]) -> 
         problem,
         device,
         "bwd_sm90",
-        {n: tensors[n] for n in ("q", "k", "v", "dout", "lse", "dk", "dv")},
+        {n: tensors[n] for n in ("q", "k", "v", "dout", "lse", "dk", "dv", *("dq",) * alone)},
         tuple(workspace),
         # CTAs that wait for each other's sums take one tile each, in the order in which the GPU starts them.
-        lambda _: tiles if problem.deterministic else min(device.sm_count, tiles),
-        {"DETERMINISTIC": problem.deterministic},
+        lambda _: tiles if ordered else min(device.sm_count, tiles),
+        {"DETERMINISTIC": ordered, "ALONE": alone},
         tensor_maps={
             "tma_q": TensorMap("q", (64, row.tile_m)),
             "tma_k": TensorMap("k", (64, row.tile_n)),
             "tma_v": TensorMap("v", (64, row.tile_n)),
             "tma_dout": TensorMap("dout", (64, row.tile_m)),
         },
+        overlaps=True,
     )
+    more = _feature_gradients(problem, device)
+    if alone:
+        return _finish(problem, "sm90", [delta, main, *more.after], workspace, notes)
     convert = _launch(
         problem,
         device,
@@ -383,8 +394,8 @@ def _backward_sm90(problem: Problem, device: Device, notes: tuple[str, ...]) -> 
         {"dq": tensors["dq"]},
         ("dq_accum",),
         lambda n: n["num_m_blocks"] * problem.num_heads_q * problem.batch,
+        overlaps=True,
     )
-    more = _feature_gradients(problem, device)
     return _finish(problem, "sm90", [delta, main, convert, *more.after], workspace, notes)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from functools import cache
 
+from . import driver
 from .errors import LaunchError
 from .problem import DTYPES, Tensor
 
@@ -16,13 +16,6 @@ _ALIGNMENT = 64
 _DATA_TYPES = {"float16": 6, "bfloat16": 9}
 _SWIZZLES = {32: 1, 64: 2, 128: 3}
 _L2_PROMOTION_256B = 3
-
-
-@cache
-def _driver() -> ctypes.CDLL:
-    library = ctypes.CDLL("nvcuda.dll" if hasattr(ctypes, "WinDLL") else "libcuda.so.1")
-    library.cuTensorMapReplaceAddress.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
-    return library
 
 
 def encode(tensor: Tensor, box: tuple[int, int], address: int, into: int) -> None:
@@ -40,7 +33,7 @@ def encode(tensor: Tensor, box: tuple[int, int], address: int, into: int) -> Non
         (stride if extent > 1 else -(-widest * itemsize // 16) * 16 // itemsize) * itemsize
         for stride, extent in zip((tensor.strides[1], tensor.strides[2], tensor.strides[0]), extents[1:], strict=True)
     )
-    status = _driver().cuTensorMapEncodeTiled(
+    status = driver.library().cuTensorMapEncodeTiled(
         ctypes.c_void_p(into),
         _DATA_TYPES[tensor.dtype],
         4,
@@ -80,7 +73,7 @@ def address_word(tensor: Tensor, box: tuple[int, int]) -> int | None:
 
 def replace_address(tensor_map: int, address: int) -> None:
     """Point an encoded map at another tensor of the same shape, strides and dtype."""
-    status = _driver().cuTensorMapReplaceAddress(tensor_map, address)
+    status = driver.library().cuTensorMapReplaceAddress(tensor_map, address)
     if status:
         raise LaunchError(f"cuTensorMapReplaceAddress returned {status} for address {address:#x}")
 

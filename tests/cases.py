@@ -137,6 +137,14 @@ def _row_offsets(case, rng):
     return made
 
 
+def _row_levels(case, rng):
+    """The log-sum-exp of a row lies around -200, 0 or 200."""
+    made, size = _normal(case, rng), 16
+    made["k"][..., 0] = size
+    made["q"][..., 0] = rng.choice([-200, 0, 200], made["q"].shape[:-1]) / (size * (case.scale or 1))
+    return made
+
+
 def _all_far_below_zero(case, rng):
     """Every score is the same large negative number."""
     made = _normal(case, rng)
@@ -168,6 +176,7 @@ VALUES: dict[str, Callable[[Case, np.random.Generator], dict[str, np.ndarray]]] 
     "tiny": partial(_normal, factor=1e-3),
     "q zero": _q_zero,
     "row offsets": _row_offsets,
+    "row levels": _row_levels,
     "all far below zero": _all_far_below_zero,
     "sharp": _sharp,
     "rising": _rising,
@@ -371,6 +380,7 @@ LARGE_CASES: dict[str, Case] = {
     "heads 65536": Case(1, 16, 16, 65536, 65536, 80, 80, "float16"),
     "sequences of one": Case(8300, 1, 1, 16, 16, 128, 128, "bfloat16"),
     "many short key ranges": Case(300, 2048, 128, 1, 1, 128, 128, "float16", values="times 3"),
+    "many long key ranges": Case(40, 500, 600, 8, 4, 64, 64, "float16", values="times 3"),
 }
 
 

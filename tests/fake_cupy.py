@@ -13,7 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pyflash import api, compile, device, launch, tma
+from pyflash import api, compile, device, driver, launch, tma
+
+PROGRAMMATIC_STREAM_SERIALIZATION = 6
 
 
 @dataclass
@@ -25,6 +27,7 @@ class Call:
     block: int
     smem_bytes: int
     stream: int
+    overlaps: bool  # with the kernel before it
     device_id: int
     arguments: int  # address of the struct, valid during the call
 
@@ -65,9 +68,9 @@ class FakeCuPy:
             streamIsCapturing=lambda stream: self.captures,
             CUDARuntimeError=RuntimeError,
         )
-        driver = types.SimpleNamespace(launchKernel=self.launch)
+        self.library = types.SimpleNamespace(cuLaunchKernelEx=self.launch, cuGetErrorName=self.error_name)
         self.cuda = types.SimpleNamespace(
-            runtime=runtime, driver=driver, get_current_stream=lambda: types.SimpleNamespace(ptr=self.stream)
+            runtime=runtime, get_current_stream=lambda: types.SimpleNamespace(ptr=self.stream)
         )
         self.module = types.SimpleNamespace(ndarray=ndarray, cuda=self.cuda)
         self.ndarray = ndarray
@@ -82,10 +85,18 @@ class FakeCuPy:
         self.memory.append(np.full(size, 0xFF, np.uint8))
         return self.memory[-1].ctypes.data
 
-    def launch(self, function, gx, gy, gz, bx, by, bz, smem_bytes, stream, argv, extra) -> None:
-        assert (gy, gz, by, bz, extra) == (1, 1, 1, 1, 0)
+    def launch(self, config_address, function, argv, extra) -> int:
+        config = driver.LaunchConfig.from_address(config_address)
+        assert (*config.grid[1:], *config.block[1:], extra) == (1, 1, 1, 1, None)
+        attributes = [(a.id, a.value[0]) for a in config.attributes[: config.num_attributes]]
+        assert attributes in ([], [(PROGRAMMATIC_STREAM_SERIALIZATION, 1)])
         (arguments,) = (ctypes.c_void_p * 1).from_address(argv)
-        self.on_launch(Call(function, gx, bx, smem_bytes, stream, self.current, arguments))
+        shape = config.grid[0], config.block[0], config.smem_bytes, config.stream or 0
+        status = self.on_launch(Call(function, *shape, bool(attributes), self.current, arguments))
+        return status or 0
+
+    def error_name(self, status, name) -> None:
+        name._obj.value = b"CUDA_ERROR_%d" % status
 
     def install(self, monkeypatch) -> None:
         """Put it in CuPy's place, with loading and tensor maps faked, and nothing remembered from before."""
@@ -104,6 +115,7 @@ class FakeCuPy:
             ctypes.c_uint64.from_address(into).value = address
 
         monkeypatch.setattr(compile, "load", load)
+        monkeypatch.setattr(driver, "library", lambda: self.library)
         monkeypatch.setattr(tma, "encode", encode)
         monkeypatch.setattr(api, "_prepared", {})
         for cached in (device.present, device._runtime, launch._tile_counters):

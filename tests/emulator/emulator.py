@@ -137,8 +137,9 @@ def _runtime() -> ctypes.CDLL:
     library.emu_make_constant.argtypes = [ctypes.c_void_p]
     library.emu_run.argtypes = [
         ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint, ctypes.c_uint, ctypes.c_uint, ctypes.c_uint64,
-        ctypes.c_uint, ctypes.c_int, ctypes.c_int,
+        ctypes.c_uint, ctypes.c_int, ctypes.c_int, ctypes.c_int,
     ]  # fmt: skip
+    library.emu_share_by_launches.argtypes = [ctypes.c_void_p]
     library.emu_error_kind.restype = library.emu_error_text.restype = ctypes.c_char_p
     return library
 
@@ -278,6 +279,12 @@ class Memory:
     def empty(self, name: str, shape: int | tuple[int, ...], dtype) -> Buffer:
         return self.empty_like(name, np.empty(shape, dtype))
 
+    def shared_by_launches(self, name: str, nbytes: int) -> Buffer:
+        """Bytes in which launches hand each other something."""
+        buffer = self.empty(name, nbytes, np.uint8)
+        _runtime().emu_share_by_launches(ctypes.c_void_p(buffer.pointer))
+        return buffer
+
     def constant(self, name: str, array: np.ndarray) -> Buffer:
         """A copy of `array` that kernels may not write; what lies between its elements is poison."""
         buffer = self.empty_like(name, array)
@@ -337,9 +344,11 @@ def run(
     resident: int = 1,
     shuffled: bool = False,
     check_races: bool = True,
+    overlaps: bool = False,
 ) -> None:
     """Launch. `params` holds the arguments as CUDA lays them out. `resident` CTAs are interleaved; they start in the
-    order of blockIdx unless `shuffled`. Raises EmulatorError for whatever a GPU would do wrong, hang on, or forgive."""
+    order of blockIdx unless `shuffled`. A launch that `overlaps` those before it must wait before it touches what
+    launches share. Raises EmulatorError for whatever a GPU would do wrong, hang on, or forgive."""
     if block % 32:
         raise ValueError(f"block is {block}: the emulator runs whole warps")
     runtime = _runtime()
@@ -348,6 +357,6 @@ def run(
     aligned[start : start + len(params)] = bytes(params)
     pointer = ctypes.cast(ctypes.addressof(aligned) + start, ctypes.c_char_p)
     shape = grid, block, smem_bytes, kernel.smem_alignment
-    if runtime.emu_run(_entry(kernel.path), pointer, *shape, seed, resident, shuffled, check_races):
+    if runtime.emu_run(_entry(kernel.path), pointer, *shape, seed, resident, shuffled, check_races, overlaps):
         text = _with_lines(runtime.emu_error_text().decode(), kernel.path)
         raise EmulatorError(runtime.emu_error_kind().decode(), f"{text} [{kernel.name}, seed {seed}]")

@@ -86,14 +86,15 @@ def run_plan(
         outputs = {} if out is None else {"o": memory.empty_like("o", out)}
         for name in plan.problem.outputs:
             outputs[name] = memory.empty(name, tensors[name].shape, numpy_dtype(tensors[name].dtype))
-        workspace = {piece.name: memory.empty(piece.name, piece.nbytes, np.uint8) for piece in plan.workspace}
+        workspace = {piece.name: memory.shared_by_launches(piece.name, piece.nbytes) for piece in plan.workspace}
         counter = memory.empty(TILE_COUNTER, 2, np.int32)
         counter.array[...] = 0
         buffers = inputs | outputs | workspace | {TILE_COUNTER: counter}
         for launch in plan.launches:
             kernel = _built(launch.kernel, source.program(launch))
             params_bytes = _pack(launch, buffers)
-            emulator.run(kernel, launch.grid, launch.block, launch.smem_bytes, params_bytes, seed=seed, **options)
+            shape = launch.grid, launch.block, launch.smem_bytes
+            emulator.run(kernel, *shape, params_bytes, seed=seed, overlaps=launch.overlaps, **options)
         for name, buffer in outputs.items():
             buffer.check_gaps(name)
         if counter.array.any():

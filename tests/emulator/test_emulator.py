@@ -47,6 +47,25 @@ def outcomes(run, seeds: Iterable[int] = SEEDS) -> list[str]:
     return [outcome(seed) for seed in seeds]
 
 
+@pytest.mark.parametrize(("overlaps", "waits"), [(False, False), (True, True), (True, False)])
+def test_what_launches_share_is_touched_after_the_wait(overlaps, waits):
+    text = f"""#include "ptx.cuh"
+    struct Params {{ int* x; }};
+    extern "C" __global__ void count(const __grid_constant__ Params p) {{
+      {"await_launches_before();" if waits else ""}
+      p.x[threadIdx.x] = threadIdx.x;
+    }}"""
+    kernel = emulator.build(text, "count", {"ptx.cuh": ""})
+
+    def run(seed: int) -> bool:
+        with emulator.Memory(seed) as memory:
+            x = memory.shared_by_launches("x", 128)
+            emulator.run(kernel, 1, 32, params=struct.pack("<Q", x.pointer), seed=seed, overlaps=overlaps)
+            return np.array_equal(x.array.view(np.int32), np.arange(32))
+
+    assert set(outcomes(run)) == {"right" if waits or not overlaps else "race"}
+
+
 # ---- copies ----------------------------------------------------------------------------------------------------------
 
 

@@ -189,6 +189,31 @@ def test_hidden_keys_have_no_influence(family, direction, seqlens, garbage):
         np.testing.assert_allclose(results[name].astype(np.float64), right, tolerance, tolerance, err_msg=name)
 
 
+@pytest.mark.parametrize("garbage", [np.nan, np.inf])
+@pytest.mark.parametrize("array", ["q", "dout"])
+@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("family", [family for family, direction in DIRECTIONS if direction == "backward"])
+def test_queries_that_do_not_see_a_key_have_no_influence(family, head_dim, array, garbage):
+    """Garbage in a query that sees no key, in one that sees some, and in one that sees all but a few."""
+    dtype = KERNELS[f"bwd_{family}"].dtypes[-1]
+    case = Case(1, 230, 200, 2, 1, head_dim, 64, dtype, options=CAUSAL)
+    arrays = {name: a.copy() for name, a in case.arrays().items()}
+    arrays[array][0, [20, 100], 0, 3] = garbage
+    arrays[array][0, 210, 1] = garbage
+    q, k, v, dout = (arrays[name] for name in ("q", "k", "v", "dout"))
+    with np.errstate(all="ignore"):
+        out, lse = reference.attention(q, k, v, causal=True)
+        expected = reference.attention_backward(dout, q, k, v, causal=True)
+        given = {**arrays, "o": out.astype(q.dtype), "lse": lse.astype(case.lse_dtype)}
+        results = plans.run_plan(plan_of(family, "backward", case), given, seed=1)
+    tolerance = 0.05 if q.dtype.itemsize == 2 else 1e-5
+    for name, right in zip(("dq", "dk", "dv"), expected, strict=True):
+        result = results[name].astype(np.float64)
+        assert np.array_equal(np.isfinite(result), np.isfinite(right)), name
+        seen = np.isfinite(right)
+        np.testing.assert_allclose(result[seen], right[seen], tolerance, tolerance, err_msg=name)
+
+
 @pytest.mark.parametrize("family", [family for family, direction in DIRECTIONS if direction == "forward"])
 def test_without_lse(family):
     case = dataclasses.replace(CASES["causal"], dtype=KERNELS[f"fwd_{family}"].dtypes[0])

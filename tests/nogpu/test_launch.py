@@ -19,6 +19,7 @@ KERNELS_OF = {
     ("simt", False): ["fwd_simt"],
     ("simt", True): ["bwd_delta", "bwd_simt", "bwd_simt"],
     ("sm90", False): ["fwd_sm90"],
+    ("sm90", True): ["bwd_delta", "bwd_sm90"],
 }
 DTYPE_OF = {"sm80": "float16", "sm90": "float16", "simt": "float32"}
 
@@ -70,7 +71,7 @@ def test_every_argument_arrives(gpu, family, backward):
     assert [launch.kernel for _, (launch, _) in seen] == KERNELS_OF[family, backward]
     for call, (launch, struct) in seen:
         assert (call.grid, call.block, call.smem_bytes) == (launch.grid, launch.block, launch.smem_bytes)
-        assert call.stream == 77 and call.device_id == 0
+        assert call.stream == 77 and call.device_id == 0 and call.overlaps == launch.overlaps
         given = dict(launch.arrays)
         for field in params.TABLES[launch.kernel]:
             got = getattr(struct, field.name)
@@ -88,6 +89,17 @@ def test_every_argument_arrives(gpu, family, backward):
                 assert got == pytest.approx(expected_value(launch, field), rel=1e-6)
             elif field.kind == "i32":
                 assert got == expected_value(launch, field)
+
+
+@pytest.mark.parametrize("seqlen", [100, 1000])  # one key tile, whose dq is never summed, and several
+def test_hoppers_backward_overlaps_its_own_launches_and_no_others(gpu, seqlen):
+    q, k, v = inputs(gpu, seqlen=seqlen)
+    out, lse = gpu.ndarray(q.shape, "float16"), gpu.ndarray((2, 4, seqlen), "float32")
+    with debug.families("sm90"):
+        pyflash.flash_attention_backward(out, q, k, v, out, lse)
+    kernels = ["bwd_delta", "bwd_sm90"] + ["bwd_convert_sm90"] * (seqlen > 128)
+    assert [gpu.functions[call.function].kernel for call in gpu.calls] == kernels
+    assert [call.overlaps for call in gpu.calls] == [False, *[True] * (len(kernels) - 1)]
 
 
 def test_pieces_of_the_workspace_are_handed_to_all_kernels_alike(gpu):
@@ -146,11 +158,8 @@ def test_the_current_device_is_restored_after_a_failure_too(gpu):
     arrays = inputs(gpu)
     gpu.current = 0
 
-    def refuse(call):
-        raise RuntimeError("CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES")
-
-    gpu.on_launch = refuse
-    with pytest.raises(LaunchError, match=r"refused to launch fwd_.*\[q \(2, 100, 4, 64\).*OUT_OF_RESOURCES"):
+    gpu.on_launch = lambda call: 701  # out of resources
+    with pytest.raises(LaunchError, match=r"refused to launch fwd_.*\[q \(2, 100, 4, 64\).*CUDA_ERROR_701"):
         pyflash.flash_attention(*arrays)
     assert gpu.current == 0
 

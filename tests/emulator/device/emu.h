@@ -38,6 +38,7 @@ void add_global(float* gmem, const float* registers, unsigned count, Site site);
 // value that another thread writes.
 #define EMU_ATOMIC __attribute__((no_sanitize("thread")))  // its accesses have been checked
 void atomic_point(const void* pointer, unsigned bytes, bool write, bool polling, Site site);
+void await_launches();  // griddepcontrol.wait
 void pause(Site site);  // a place where another thread may run
 [[noreturn]] void trap(const char* what, Site site);
 

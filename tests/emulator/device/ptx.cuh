@@ -59,6 +59,9 @@ EMU_ATOMIC inline void red_release_add(int* flag, int x, EMU_SITE) {
   *flag += x;
 }
 
+inline void let_next_launch_start() {}
+inline void await_launches_before() { emu::await_launches(); }
+
 template <int BYTES> inline void cp_async(unsigned smem_dst, const void* gmem_src, bool valid, EMU_SITE) {
   static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "cp.async copies 4, 8 or 16 bytes");
   emu::copy_async(smem_dst, gmem_src, BYTES, valid ? BYTES : 0, site);

@@ -92,6 +92,7 @@ struct Thread {
   unsigned index = 0, lane = 0;
   enum { READY, WAITING, DONE } state = DONE;
   Wait wait;
+  bool awaited = false;  // the launches before this one
   bool polled = false;  // has only polled since it last waited for anything else
   void* stack = nullptr;
 
@@ -164,7 +165,7 @@ struct Launch {
   void (*entry)(const void*) = nullptr;
   const void* params = nullptr;
   unsigned grid = 0, block = 0, smem_bytes = 0, smem_alignment = 16, resident = 1;
-  bool shuffled = false, check_races = true;
+  bool shuffled = false, check_races = true, overlaps = false;
   uint64_t seed = 0;
 };
 

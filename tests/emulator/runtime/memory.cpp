@@ -24,6 +24,7 @@ struct Buffer {
   char* pages;
   size_t page_bytes;
   bool writable;
+  bool shared_by_launches = false;  // written by one, read by another
 };
 
 char* arena = nullptr;
@@ -120,7 +121,12 @@ void check_global(const void* pointer, unsigned bytes, unsigned alignment, Acces
   if (access != Access::READ && !buffer->writable) {
     blame("write to constant", where, "writes %u bytes %s", bytes, place_in(buffer, start).c_str());
   }
+  if (machine.launch.overlaps && buffer->shared_by_launches && !machine.current->awaited) {
+    blame("race", where, "%s, before it has waited for the launches before this one", place_in(buffer, start).c_str());
+  }
 }
+
+void await_launches() { machine.current->awaited = true; }
 
 unsigned shared_offset(unsigned smem) {
   return smem >= STATIC_WINDOW ? smem - STATIC_WINDOW : STATIC_SHARED + smem - dynamic_window();
@@ -282,6 +288,11 @@ void emu_make_constant(void* data) {
     buffer.writable = false;
     mprotect(buffer.pages, buffer.page_bytes, PROT_READ);
   }
+}
+
+// Launches hand each other something in the buffer: one that overlaps those before it must wait for them first.
+void emu_share_by_launches(void* data) {
+  for (emu::Buffer& buffer : emu::buffers) buffer.shared_by_launches |= buffer.data == data;
 }
 
 void emu_free_all() {

@@ -291,11 +291,11 @@ extern "C" {
 
 // Runs a grid. Returns 0, or 1 if it failed: then emu_error_kind and emu_error_text say how.
 int emu_run(void (*entry)(const void*), const void* params, unsigned grid, unsigned block, unsigned smem_bytes,
-            unsigned smem_alignment, uint64_t seed, unsigned resident, int shuffled, int check_races) {
+            unsigned smem_alignment, uint64_t seed, unsigned resident, int shuffled, int check_races, int overlaps) {
   using namespace emu;
   machine = Machine();
   machine.launch = {entry, params, grid, block, smem_bytes, smem_alignment, resident, bool(shuffled), bool(check_races),
-                    seed};
+                    bool(overlaps), seed};
   order.clear(), pollers.clear(), remaining.clear();
   forget_bulk_loads();
   finished = nullptr, failed = false, idle_polls = 0;
