@@ -410,3 +410,14 @@ def slope(on: Mapping[str, object], s: np.ndarray, at: Place) -> np.ndarray | fl
         total = total * BY_NAME[name].slope(value, s, at)
         s = BY_NAME[name].score(value, s, at)
     return total
+
+
+def support_matrix() -> str:
+    """Which families take which option, forward and backward, as the table of README.md."""
+    families = {"simt": SIMT, "sm80": SM80, "sm90": SM90}
+    lines = ["| option | NumPy | " + " | ".join(families) + " |", "|---|---|" + "---|" * len(families)]
+    for feature in FEATURES:
+        taken = [[kernel in feature.kernels for kernel in kernels] for kernels in families.values()]
+        cells = [{(1, 1): "yes", (1, 0): "forward", (0, 1): "backward", (0, 0): "no"}[tuple(both)] for both in taken]
+        lines.append(f"| `{feature.name}` | yes | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"

@@ -195,7 +195,8 @@ def test_signatures():
     backward = inspect.signature(pyflash.flash_attention_backward)
     options = "softmax_scale=None, " + ", ".join(f"{f.name}={f.default}" for f in features.FEATURES)
     assert str(forward) == f"(q, k, v, *, {options}, return_lse=False, out=None)"
-    assert str(backward) == f"(dout, q, k, v, out, lse, *, {options}, dlse=None, deterministic=False)"
+    returns = ", ".join(f"return_d{f.name}=False" for f in features.FEATURES if f.has_gradient)
+    assert str(backward) == f"(dout, q, k, v, out, lse, *, {options}, dlse=None, deterministic=False, {returns})"
 
 
 @pytest.mark.parametrize("name", pyflash.__all__)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -64,6 +65,29 @@ def test_every_valid_problem_has_a_plan_that_can_be_launched(problem, device):
         else:
             assert flags.items() <= cfg.items()
             assert all(launch.kernel in features.BY_NAME[name].kernels for name in problem.on)
+
+
+# Arguments that turn each feature on, as `example` takes them.
+ON = {"causal": True, "window": (9, 9), "softcap": 20.0, "alibi_slopes": (4,), "bias": (1, 4, 1, 1),
+      "mask": (2, 1, 1, 1), "sinks": (4,)}  # fmt: skip
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("feature", features.FEATURES, ids=lambda feature: feature.name)
+def test_a_family_takes_a_feature_iff_the_table_says_so(feature, family, backward):
+    kernel = f"{'bwd' if backward else 'fwd'}_{family}"
+    problem = example(dtype=KERNELS[kernel].dtypes[0], backward=backward, **{feature.name: ON[feature.name]})
+    if kernel in feature.kernels:
+        plan(problem, KNOWN["H200"], families=(family,))
+    else:
+        with pytest.raises(Unsupported, match=f"{family}: does not take {feature.name}"):
+            plan(problem, KNOWN["H200"], families=(family,))
+
+
+def test_the_support_matrix_is_in_the_readme():
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    assert features.support_matrix() in readme
 
 
 @given(problems(), devices)
@@ -227,7 +251,7 @@ def test_tile_rows_are_well_formed(name):
     assert max(row.head_dim for row in kernel.rows) == MAX_HEAD_DIM
 
 
-@pytest.mark.parametrize("name", [n for n in KERNEL_NAMES if n.startswith(("fwd", "bwd_s"))])
+@pytest.mark.parametrize("name", [n for n in KERNEL_NAMES if params.computes_scores(n)])
 def test_every_kernel_has_a_row_for_every_head_dim_and_dtype_somewhere(name):
     kernel = KERNELS[name]
     family = name.rpartition("_")[2]
