@@ -101,7 +101,7 @@ bwd_simt(const __grid_constant__ Params p) {
   };
   simt::Stream<SLOT, decltype(load_slice)> slices{smem.slots, load_slice, num_visits * SLICES};
 
-  Element s_rmem[ROWS][COLS];                                     // s, then dp
+  Element s_rmem[ROWS][COLS], marked[ROWS][COLS];                 // s, then dp; p, of which weights has what is kept
   Element da_rmem[ROWS][COLS_A] = {}, dv_rmem[ROWS][COLS_B] = {};  // dq or dk; dv
   Element origin[QUERIES], delta[QUERIES];                         // lse in units of log2; rowsum(do * o) - dlse
   int other0, head;                                                // first row of the tile that is visited; query head
@@ -192,7 +192,8 @@ bwd_simt(const __grid_constant__ Params p) {
         const int own = own_row(i), other = other_row(j);
         const Element s = scores.score(s_rmem[i][j], q_offset(i, j), kv_offset(i, j));
         const Element prob = exp2_real(s * scale - origin[cfg::PHASE_DQ ? i : j]);
-        smem.weights[own][other] = hidden(own, other) ? 0 : prob;
+        marked[i][j] = scores.marked(hidden(own, other) ? 0 : prob, q_offset(i, j), kv_offset(i, j));
+        smem.weights[own][other] = kept(marked[i][j]);
       }
     }
   };
@@ -206,7 +207,8 @@ bwd_simt(const __grid_constant__ Params p) {
       for (int j = 0; j < COLS; j++) {
         Element& weight = smem.weights[own_row(i)][other_row(j)];
         const int query = cfg::PHASE_DQ ? i : j;
-        const Element ds = scores.gradient(weight, s_rmem[i][j], delta[query], origin[query], q_offset(i, j),
+        const Element prob = DROPS ? marked[i][j] : weight;
+        const Element ds = scores.gradient(prob, s_rmem[i][j], delta[query], origin[query], q_offset(i, j),
                                            kv_offset(i, j));
         weight = hidden(own_row(i), other_row(j)) ? 0 : ds;
       }
@@ -242,6 +244,6 @@ bwd_simt(const __grid_constant__ Params p) {
     const auto dk = simt::matrix(p.dk, p.dk_stride, batch, own_head, p.seqlen_k, p.head_dim);
     const auto dv = simt::matrix(p.dv, p.dv_stride, batch, own_head, p.seqlen_k, p.head_dim_v);
     simt::store_block<cfg::WIDE_DK>(dk, da_rmem, [&](int) { return p.softmax_scale; }, own0);
-    simt::store_block<cfg::WIDE_DV>(dv, dv_rmem, [](int) { return Element(1); }, own0);
+    simt::store_block<cfg::WIDE_DV>(dv, dv_rmem, [&](int) { return kept_scale(p); }, own0);
   }
 }

@@ -133,7 +133,8 @@ fwd_simt(const __grid_constant__ Params p) {
       for (int j = 0; j < COLS; j++) {
         const Element prob = exp2_real(s_rmem[i][j] * scale - origin);
         row_sum[i] += prob;
-        smem.p[thread_row + i * simt::THREAD_ROWS][kv_offset(j)] = prob;
+        const Element marked = scorer.marked(prob, i * simt::THREAD_ROWS, j * simt::THREAD_COLS);
+        smem.p[thread_row + i * simt::THREAD_ROWS][kv_offset(j)] = kept(marked);
       }
     }
   };
@@ -183,7 +184,7 @@ fwd_simt(const __grid_constant__ Params p) {
 #pragma unroll
   for (int i = 0; i < ROWS; i++) {
     const Element sum = simt::row_sum(row_sum[i]);
-    inverse[i] = inverse_sum(sum);
+    inverse[i] = inverse_sum(sum) * kept_scale(p);
     if (p.lse && thread_col == 0 && q_idx(i) < p.seqlen_q) {
       p.lse[((i64)batch * p.num_heads_q + head) * p.seqlen_q + q_idx(i)] = log_sum_exp(row_max[i], sum);
     }

@@ -158,6 +158,28 @@ __device__ __forceinline__ Real row_start(const Params& p, const Head& at) {
   return cfg::SINKS ? p.sinks[at.head * p.sinks_stride] * Real(LOG2_E) : Real(NEG_INF);
 }
 
+// Whether probabilities are dropped; a negative one then stands for one that was.
+constexpr bool DROPS = cfg::DROPOUT;
+// What the sum of the probabilities that were kept, times values, is multiplied with.
+__device__ __forceinline__ Real kept_scale(const Params& p) { return DROPS ? p.dropout_scale : Real(1); }
+__device__ __forceinline__ Real kept(Real marked) { return DROPS ? max(marked, Real(0)) : marked; }
+// The same of a pair of 16-bit elements.
+__device__ __forceinline__ u32 kept(u32 marked) { return DROPS ? marked & ~((marked >> 15 & 0x00010001) * 0xffff) : marked; }
+
+// Four random words for a counter of four (Philox4x32-10, Salmon et al. 2011).
+struct Words { u32 x[4]; };
+__device__ __forceinline__ Words philox(u32 c0, u32 c1, u32 c2, u32 c3, u64 key) {
+  u32 k0 = (u32)key, k1 = (u32)(key >> 32);
+#pragma unroll
+  for (int round = 0; round < 10; round++) {
+    const u64 a = (u64)c0 * 0xd2511f53u, b = (u64)c2 * 0xcd9e8d57u;
+    c0 = (u32)(b >> 32) ^ c1 ^ k0, c1 = (u32)b;
+    c2 = (u32)(a >> 32) ^ c3 ^ k1, c3 = (u32)a;
+    k0 += 0x9e3779b9u, k1 += 0xbb67ae85u;
+  }
+  return {c0, c1, c2, c3};
+}
+
 // Makes scores of products q.k, in units of log2, and gradients of products of gradients of scores. A positive scale
 // alone commutes with the maximum, so it is folded into the exponent's fused multiply-add (exponent_scale); everything
 // else is applied here first. Made for one element, others are told by how far they lie from it: constants, so that
@@ -175,10 +197,8 @@ struct Scorer {
       slope = p.alibi_slopes[place] * Real(LOG2_E);
       distance = q_idx + p.seqlen_k - p.seqlen_q - kv_idx;
     }
-    if constexpr (cfg::BIAS) {
-      bias = p.bias + place(p.bias_stride, at, q_idx, kv_idx);
-      this->at = at, this->q_idx = q_idx, this->kv_idx = kv_idx;
-    }
+    if constexpr (cfg::BIAS) bias = p.bias + place(p.bias_stride, at, q_idx, kv_idx);
+    if constexpr (cfg::BIAS || DROPS) this->at = at, this->q_idx = q_idx, this->kv_idx = kv_idx;
   }
 
   // What is added to the product's own score.
@@ -196,10 +216,28 @@ struct Scorer {
     return ADDS ? s + addend(q_offset, kv_offset) : s;
   }
 
-  // ds of the product from p = 2^(score - origin), dp and delta. The slope of softcap follows from p too: whoever
+  // A probability, made negative if it is dropped: by 16 random bits. Eight elements share the bits of one counter, as
+  // features.py has it: they lie in one lane of an accumulator.
+  __device__ __forceinline__ Real marked(Real prob, int q_offset, int kv_offset) const {
+    if constexpr (!DROPS) return prob;
+    // Offsets in accumulators leave these bits of what they are added to alone, so the compiler sees what is shared.
+    constexpr bool APART = sizeof(cfg::Element) == 2;
+    const int query = q_idx + q_offset, key = kv_idx + kv_offset;
+    const Words words = philox(APART ? (q_idx & ~8) + (q_offset & ~8) : query & ~8,
+                               APART ? (kv_idx & ~9) + (kv_offset & ~9) : key & ~9, at.head, at.batch, p.seed);
+    const u32 word = query & 8 ? (key & 8 ? words.x[3] : words.x[2]) : (key & 8 ? words.x[1] : words.x[0]);
+    const int bits = key & 1 ? word >> 16 : word & 0xffff;
+    return bits >= p.dropout_threshold ? prob : -prob;
+  }
+
+  // ds of the product from p = 2^(score - origin), marked, dp and delta. The slope of softcap follows from p too: whoever
   // computes ds need not have the score. It is 0 where p is, or is not a number.
   __device__ __forceinline__ Real gradient(Real prob, Real dp, Real delta, Real origin, int q_offset,
                                            int kv_offset) const {
+    if constexpr (DROPS) {
+      dp = prob > 0 ? dp * kept_scale(p) : Real(0);
+      prob = abs_real(prob);
+    }
     const Real ds = prob * (dp - delta);
     if constexpr (cfg::BIAS) {
       // What is hidden or does not exist has p = 0.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass
 
 from . import arrays, cpu, debug, device, entry, features, problem
 from . import explain as explanation
 from .errors import Unsupported
-from .launch import WORKSPACE, Executable
+from .launch import SEED, WORKSPACE, Executable
 from .plan import plan
 from .tiles import FAMILIES
 
@@ -25,6 +26,8 @@ def flash_attention(
     bias=None,
     mask=None,
     sinks=None,
+    dropout_p=0.0,
+    seed=None,
     return_lse=False,
     out=None,
 ):
@@ -58,6 +61,11 @@ def flash_attention(
     sinks : array (heads_q,), optional
         A score of each head that takes part in its softmax and has no value: exp(sink) is added to each row's sum. Of
         lse's dtype. Where it is given, lse includes it.
+    dropout_p : float
+        The probability with which a probability is dropped after the softmax; the others are divided by 1 - dropout_p.
+    seed : int, optional
+        Which ones: the same seed drops the same (batch, head, query, key). Drawn anew in each call if not given; the
+        backward must be told, but for torch's.
     return_lse : bool
         Also return lse, the natural logarithm of the sum of exp(scores) of each row, which the backward needs.
     out : array (batch, seqlen_q, heads_q, head_dim_v), optional
@@ -91,11 +99,14 @@ def flash_attention(
         "bias": bias,
         "mask": mask,
         "sinks": sinks,
+        "dropout_p": dropout_p,
     }
     given = {"q": q, "k": k, "v": v} if out is None else {"q": q, "k": k, "v": v, "o": out}
     if not isinstance(return_lse, bool):
         raise TypeError(f"return_lse: got {return_lse!r}, takes True or False")
     traced = arrays.traced_by_torch()
+    if dropout_p:
+        options["seed"] = seed = _checked_seed(seed, drawn=not traced)
     if not traced:
         scalars = _split(options, given)
         kind = arrays.common_kind(given)
@@ -109,7 +120,7 @@ def flash_attention(
                 )
             result = glue.attention(q, k, v, {"softmax_scale": softmax_scale, **options})
             return result if return_lse else result[0]
-    results = _call(kind, given, softmax_scale, scalars, wants_lse=return_lse)
+    results = _call(kind, given, softmax_scale, scalars, seed, wants_lse=return_lse)
     o = results["o"] if out is None else out
     return (o, results["lse"]) if return_lse else o
 
@@ -130,6 +141,8 @@ def flash_attention_backward(
     bias=None,
     mask=None,
     sinks=None,
+    dropout_p=0.0,
+    seed=None,
     dlse=None,
     deterministic=False,
     return_dbias=False,
@@ -141,7 +154,7 @@ def flash_attention_backward(
     ----------
     dout : array (batch, seqlen_q, heads_q, head_dim_v)
         The gradient of out; any strides.
-    q, k, v, softmax_scale, causal, window, softcap, alibi_slopes, bias, mask, sinks
+    q, k, v, softmax_scale, causal, window, softcap, alibi_slopes, bias, mask, sinks, dropout_p, seed
         As they were in the forward call.
     out, lse
         What the forward call returned.
@@ -174,6 +187,7 @@ def flash_attention_backward(
         "bias": bias,
         "mask": mask,
         "sinks": sinks,
+        "dropout_p": dropout_p,
     }
     given = {"q": q, "k": k, "v": v, "dout": dout, "o": out, "lse": lse}
     if dlse is not None:
@@ -183,6 +197,8 @@ def flash_attention_backward(
         if not isinstance(flag, bool):
             raise TypeError(f"{name}: got {flag!r}, takes True or False")
     gradients = tuple(name for name, flag in wanted.items() if flag)
+    if dropout_p:
+        options["seed"] = seed = _checked_seed(seed)
     if arrays.traced_by_torch():
         from . import torch as glue
 
@@ -191,7 +207,7 @@ def flash_attention_backward(
     scalars = _split(options, given)
     kind = arrays.common_kind(given)
     flags = {"backward": True, "deterministic": deterministic, "gradients": gradients}
-    results = _call(kind, given, softmax_scale, scalars, **flags)
+    results = _call(kind, given, softmax_scale, scalars, seed, **flags)
     return tuple(results[f"d{name}"] for name in ("q", "k", "v", *gradients))
 
 
@@ -211,6 +227,8 @@ def explain(
     bias=None,
     mask=None,
     sinks=None,
+    dropout_p=0.0,
+    seed=None,
     backward=False,
     deterministic=False,
     gpu=None,
@@ -219,7 +237,7 @@ def explain(
 
     Parameters
     ----------
-    q, k, v, softmax_scale, causal, window, softcap, alibi_slopes, bias, mask, sinks
+    q, k, v, softmax_scale, causal, window, softcap, alibi_slopes, bias, mask, sinks, dropout_p, seed
         As for `flash_attention`.
     backward : bool
         Explain `flash_attention_backward`, with contiguous dout and out.
@@ -241,6 +259,7 @@ def explain(
         "bias": bias,
         "mask": mask,
         "sinks": sinks,
+        "dropout_p": dropout_p,
     }
     given = {"q": q, "k": k, "v": v}
     scalars = _split(options, given)
@@ -272,9 +291,16 @@ _MAX_PREPARED = 4096
 
 def _split(options: dict[str, object], given: dict[str, object]) -> dict[str, object]:
     """The scalars among a call's options that are on, checked; the arrays join those that are `given`."""
-    on = features.check(options)
+    on = features.check({name: value for name, value in options.items() if name != "seed"})
     given |= {name: value for name, value in on.items() if features.BY_NAME[name].is_array}
     return {name: value for name, value in on.items() if name not in given}
+
+
+def _checked_seed(seed: object, drawn: bool = False) -> int:
+    """The seed of a call with dropout, if it was given, or may be drawn."""
+    if seed is None and not drawn:
+        raise ValueError("seed: got None, takes the forward's where gradients are asked for, or torch compiles")
+    return secrets.randbits(63) if seed is None else features.check_seed(seed)
 
 
 def _tensors(kind: arrays.Kind, keys: dict[str, arrays.Key]) -> dict[str, problem.Tensor]:
@@ -310,6 +336,7 @@ def _call(
     given: dict[str, object],
     softmax_scale: object,
     scalars: dict[str, object],
+    seed: int | None,
     *,
     backward: bool = False,
     wants_lse: bool = False,
@@ -331,25 +358,28 @@ def _call(
     like = given["q"]
     if prepared.executable is None:
         made = {name: kind.empty(shape, dtype, like) for name, shape, dtype in prepared.outputs}
-        _run_numpy(prepared.problem, seen.views | made)
+        _run_numpy(prepared.problem, seen.views | made, seed)
     else:
         with device.current(seen.device_id):
             made = {name: kind.empty(shape, dtype, like) for name, shape, dtype in prepared.outputs}
-            _launch(kind, prepared.executable, seen, made, like)
+            _launch(kind, prepared.executable, seen, made, like, seed)
     return {name: kind.wrap(view, like) for name, view in made.items()}
 
 
-def _run_numpy(made: problem.Problem, views: dict[str, object]) -> None:
+def _run_numpy(made: problem.Problem, views: dict[str, object], seed: int | None) -> None:
     run, names = cpu.forward, ("q", "k", "v", "o", "lse")
     if made.backward:
         run, names = cpu.backward, ("dout", "q", "k", "v", "o", "lse", "dlse", "dq", "dk", "dv", "dbias", "dsinks")
-    on = {**dict(made.options), **views}
-    on = {name: on[name] for name in features.BY_NAME if name in on}
+    on = features.check({name: x for name, x in ({**dict(made.options), **views}).items() if name in features.BY_NAME}
+                        | {"seed": seed})
     run(*(views.get(name) for name in names), softmax_scale=made.softmax_scale, on=on)
 
 
-def _launch(kind: arrays.Kind, executable: Executable, seen: arrays.Inspected, made: dict, like: object) -> None:
+def _launch(
+    kind: arrays.Kind, executable: Executable, seen: arrays.Inspected, made: dict, like: object, seed: int | None
+) -> None:
     addresses = seen.addresses
+    addresses[SEED] = seed
     for name, view in made.items():
         addresses[name] = kind.address(view)
     addresses[WORKSPACE] = 0

@@ -51,6 +51,7 @@ def forward(q, k, v, out, lse, *, softmax_scale: float, on: dict[str, object]) -
                     row_sum *= rescale
                     row_sum += p.sum(-1, keepdims=True)
                     acc *= rescale
+                    p *= stack.weight(m, n)
                     acc += _matmul(p, v_stack[:, :, n], visible)
                 acc /= np.where(row_sum == 0, 1, row_sum)
                 stack.store_q_rows(out, m, acc)
@@ -90,9 +91,12 @@ def backward(
                     s = stack.score(s, m, n)
                     s -= shift
                     p = np.exp(s, out=s)
+                    weight = stack.weight(m, n)
                     ds = dout_tile @ v_tile.swapaxes(-1, -2)
+                    ds *= weight
                     ds -= delta
                     ds *= p
+                    p *= weight
                     if visible is not None:
                         np.copyto(p, 0, where=~visible)
                         np.copyto(ds, 0, where=~visible)
@@ -167,6 +171,11 @@ class _Stack:
         by_head = s.reshape(s.shape[0], -1, m.stop - m.start, s.shape[-1])
         slope = features.slope(self.on, by_head, self._place(m, n))
         return slope if np.isscalar(slope) else slope.reshape(s.shape)
+
+    def weight(self, m: slice, n: slice):
+        """What a tile's probabilities are multiplied with on their way to the values."""
+        weight = features.weight(self.on, self._place(m, n))
+        return 1 if weight is None else self._of_rows(weight.astype(self.real))
 
     def sink(self, m: slice):
         """What takes part in each row's softmax besides its keys, in the shape of statistics."""

@@ -111,6 +111,10 @@ class Feature:
         """The derivative of score() at s."""
         return 1.0
 
+    def weight(self, value, at: Place) -> np.ndarray | None:
+        """What the probabilities are multiplied with on their way to the values (None: 1)."""
+        return None
+
     def sink(self, value, at: Place) -> np.ndarray | None:
         """A score that takes part in the softmax of each row and has no key."""
         return None
@@ -315,7 +319,61 @@ class _Sinks(Feature):
         return at.of(np.asarray(value)[:, None, None])
 
 
-FEATURES: tuple[Feature, ...] = (_Causal(), _Window(), _Softcap(), _AlibiSlopes(), _Bias(), _Mask(), _Sinks())
+def _philox(counter: tuple[np.ndarray, ...], key: int) -> list[np.ndarray]:
+    """Four random 32-bit words for each counter of four (Philox4x32-10, Salmon et al. 2011), as uint64."""
+    low = np.uint64(0xFFFFFFFF)
+    x = [np.asarray(c, np.uint64) for c in counter]
+    keys = [key & 0xFFFFFFFF, key >> 32]
+    for _ in range(10):
+        a, b = x[0] * np.uint64(0xD2511F53), x[2] * np.uint64(0xCD9E8D57)
+        k0, k1 = (np.uint64(k) for k in keys)
+        x = [(b >> np.uint64(32)) ^ x[1] ^ k0, b & low, (a >> np.uint64(32)) ^ x[3] ^ k1, a & low]
+        keys = [(keys[0] + 0x9E3779B9) & 0xFFFFFFFF, (keys[1] + 0xBB67AE85) & 0xFFFFFFFF]
+    return x
+
+
+class _Dropout(Feature):
+    """A probability is dropped where 16 random bits that belong to its (batch, head, query, key) are below a threshold.
+
+    Eight elements share the 128 bits that one counter gives: those whose query differs in bit 3, and whose key in bits
+    3 and 0. They are what lanes hold together of an accumulator, forward and, transposed, backward.
+    """
+
+    name, default, takes = "dropout_p", 0.0, "a number from 0 up to but not including 1"
+    flags = ("DROPOUT",)
+    kernels = SIMT
+    fields = (
+        Field("dropout_threshold", "i32", "int", "of 65536; DROPOUT"),
+        Field("dropout_scale", "real", "{real}", "1 / (1 - threshold / 65536)"),
+        Field("seed", "u64", "unsigned long long", "of the random bits"),
+    )
+
+    def check(self, value):
+        number = _number(self.name, value, self.takes)
+        if not 0 <= number < 1:
+            _fail(self.name, value, self.takes, ValueError)
+        return number
+
+    @staticmethod
+    def _threshold(value: float) -> int:
+        return min(round(value * 65536), 65535)
+
+    def values(self, value, softmax_scale, sizes):
+        threshold = self._threshold(value)
+        return {"dropout_threshold": threshold, "dropout_scale": 65536 / (65536 - threshold)}
+
+    def weight(self, value, at):
+        (b, h, i, j), (p, seed) = at.indices(), value
+        words = _philox((i & ~8, j & ~9, h, b), seed)
+        word = np.where(i & 8, np.where(j & 8, words[3], words[2]), np.where(j & 8, words[1], words[0]))
+        bits = np.where(j & 1, word >> np.uint64(16), word & np.uint64(0xFFFF))
+        threshold = self._threshold(p)
+        return np.where(bits >= threshold, 65536 / (65536 - threshold), 0.0)
+
+
+FEATURES: tuple[Feature, ...] = (
+    _Causal(), _Window(), _Softcap(), _AlibiSlopes(), _Bias(), _Mask(), _Sinks(), _Dropout()
+)  # fmt: skip
 BY_NAME = {feature.name: feature for feature in FEATURES}
 DEFAULTS = {feature.name: feature.default for feature in FEATURES}
 FIELDS = tuple(field for feature in FEATURES for field in feature.fields)
@@ -323,8 +381,8 @@ FIELDS = tuple(field for feature in FEATURES for field in feature.fields)
 
 def check(options: Mapping[str, object]) -> dict[str, object]:
     """The features among `options` that are on, with their checked values, arrays as they are, in the order of the
-    table. A right bound of 0 is causal, however it was asked for."""
-    if unknown := options.keys() - BY_NAME.keys():
+    table. A right bound of 0 is causal, however it was asked for; dropout for which there is a seed is the pair."""
+    if unknown := options.keys() - BY_NAME.keys() - {"seed"}:
         raise TypeError(f"unknown options {sorted(unknown)}, takes {sorted(BY_NAME)}")
     on = {}
     for feature in FEATURES:
@@ -339,7 +397,19 @@ def check(options: Mapping[str, object]) -> dict[str, object]:
     if (left, right) != (None, None):
         causal = {"causal": on.pop("causal")} if "causal" in on else {}
         on = {**causal, "window": (left, right), **on}
+    if "dropout_p" in on and options.get("seed") is not None:
+        on["dropout_p"] = on["dropout_p"], check_seed(options["seed"])
     return on
+
+
+def check_seed(value: object) -> int:
+    """A seed of dropout."""
+    takes = "None or an integer from 0 up to but not including 2**64"
+    try:
+        seed = operator.index(_fail("seed", value, takes, TypeError) if isinstance(value, bool) else value)
+    except TypeError:
+        _fail("seed", value, takes, TypeError)
+    return seed if 0 <= seed < 2**64 else _fail("seed", value, takes, ValueError)
 
 
 def band(on: Mapping[str, object], seqlen_q: int, seqlen_k: int) -> tuple[int | None, int | None]:
@@ -395,6 +465,12 @@ def score(on: Mapping[str, object], s: np.ndarray, at: Place) -> np.ndarray:
     for name, value in on.items():
         s = BY_NAME[name].score(value, s, at)
     return s
+
+
+def weight(on: Mapping[str, object], at: Place) -> np.ndarray | None:
+    """What the probabilities are multiplied with on their way to the values; None: 1."""
+    found = (BY_NAME[name].weight(value, at) for name, value in on.items())
+    return next((weight for weight in found if weight is not None), None)
 
 
 def sink(on: Mapping[str, object], at: Place) -> np.ndarray | None:

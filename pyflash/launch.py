@@ -12,7 +12,7 @@ from .device import Device
 from .errors import LaunchError
 from .plan import Launch, Plan
 
-WORKSPACE, TILE_COUNTER = "workspace", "tile_counter"
+WORKSPACE, TILE_COUNTER, SEED = "workspace", "tile_counter", "seed"  # the last a number in place of an address
 _PER_THREAD_STREAM = 2  # cudaStreamPerThread: one number, another stream in each thread
 
 

@@ -13,6 +13,7 @@ from .features import Field
 _CTYPES = {
     "pointer": ("Q", 8, 8),
     "i64": ("q", 8, 8),
+    "u64": ("Q", 8, 8),
     "i32": ("i", 4, 4),
     "float": ("f", 4, 4),
     "double": ("d", 8, 8),

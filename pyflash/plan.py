@@ -202,6 +202,7 @@ def _launch(
         common |= features.BY_NAME[feature].values(value, problem.softmax_scale, problem.sizes)
     known = params.layout(name, problem.dtype.real).offsets
     on_arrays = tuple(n for n in problem.on if features.BY_NAME[n].is_array and n in known)
+    on_arrays += ("seed",) * ("dropout_p" in problem.on and "seed" in known)
     return Launch(
         kernel=name,
         real=problem.dtype.real,

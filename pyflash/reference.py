@@ -51,12 +51,12 @@ def attention_backward(
         if dlse is not None:
             delta = delta - np.asarray(dlse, np.float64)
         visible, transposed = rows.visible, rows.visible.swapaxes(-1, -2)
-        ds = np.where(visible, rows.p * (dout @ v.swapaxes(-1, -2) - delta[..., None]), 0.0)
+        ds = np.where(visible, rows.p * (rows.weight * (dout @ v.swapaxes(-1, -2)) - delta[..., None]), 0.0)
         dbias = summed_to(np.shape(options.get("bias", 0)), ds)
         ds = np.where(visible, ds * rows.slope, 0.0)
         dq = scale * select_matmul(ds, k, visible)
         dk = scale * select_matmul(ds.swapaxes(-1, -2), q, transposed)
-        dv = select_matmul(rows.p.swapaxes(-1, -2), dout, transposed)
+        dv = select_matmul((rows.weight * rows.p).swapaxes(-1, -2), dout, transposed)
         dsinks = (-rows.p_sink * delta).sum((0, 2))
     extra = (dbias,) * return_dbias + (dsinks,) * return_dsinks
     return dq.swapaxes(1, 2), _per_kv_head(dk, heads_kv), _per_kv_head(dv, heads_kv), *extra
@@ -68,7 +68,8 @@ class _Rows:
     def __init__(self, s, options: dict[str, object]):
         on, whole = features.check(options), Place.whole(Sizes(*s.shape))
         self.visible = visibility(Sizes(*s.shape), options)
-        self.slope = features.slope(on, s, whole)
+        weight, self.slope = features.weight(on, whole), features.slope(on, s, whole)
+        self.weight = 1.0 if weight is None else weight
         s = np.where(self.visible, features.score(on, s, whole), -np.inf)
         sink = features.sink(on, whole)
         sink = np.float64(-np.inf) if sink is None else sink.astype(np.float64)
@@ -81,7 +82,7 @@ class _Rows:
         self.p, self.p_sink = np.where(self.visible, p / divisor, 0.0), (p_sink / divisor)[..., 0]
 
     def out(self, v):
-        return select_matmul(self.p, v, self.visible)
+        return select_matmul(self.weight * self.p, v, self.visible)
 
 
 def select_matmul(weights, rows, visible, matmul=np.matmul):

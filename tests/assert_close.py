@@ -153,6 +153,10 @@ class Terms:
         sink = features.sink(self.on, self.whole)
         return np.float32(-np.inf) if sink is None else sink
 
+    def weight(self, keys):
+        weight = features.weight(self.on, self.whole)
+        return np.float32(1) if weight is None else weight[..., keys]
+
     def of_bias(self, ds, keys):
         """What is added up to be the gradient of the bias."""
         return reference.summed_to(np.shape(self.on.get("bias", 0)), ds[..., np.argsort(keys)])
@@ -167,7 +171,7 @@ class Ordinary:
         self.keys, self.dims, self.matmul = keys, dims, matmul
         self.group = q.shape[2] // k.shape[2]
         self.scale, self.visible = self.real(scale), terms.visible(keys)
-        self.terms, self.sink = terms, terms.sink().astype(self.real)
+        self.terms, self.sink, self.weight = terms, terms.sink().astype(self.real), terms.weight(keys).astype(self.real)
         k, v = (np.repeat(a[:, keys], self.group, axis=2) for a in (k, v))  # one kv head for each query head
         self.q, self.k, self.v = self._rows(q[..., dims]), self._rows(k[..., dims]), self._rows(v)
         with np.errstate(all="ignore"):
@@ -179,15 +183,15 @@ class Ordinary:
 
     def attention(self) -> tuple[np.ndarray, np.ndarray]:
         with np.errstate(all="ignore"):
-            out = self._selected(self._rounded(self.p), self.v, self.visible)
+            out = self._selected(self._rounded(self.weight * self.p), self.v, self.visible)
             return out.swapaxes(1, 2).astype(self.dtype), self.lse
 
     def gradients(self, dout, dlse) -> dict[str, np.ndarray]:
         dout = self._rows(dout)
         transposed = self.visible.swapaxes(-1, -2)
         with np.errstate(all="ignore"):
-            dv = self._selected(self._rounded(self.p).swapaxes(-1, -2), dout, transposed)
-            dp = np.where(self.visible, self._rounded(self.matmul(dout, self.v.swapaxes(-1, -2))), 0)
+            dv = self._selected(self._rounded(self.weight * self.p).swapaxes(-1, -2), dout, transposed)
+            dp = np.where(self.visible, self._rounded(self.matmul(dout, self.v.swapaxes(-1, -2))), 0) * self.weight
             delta = (self.p * dp).sum(-1, keepdims=True) - (0 if dlse is None else dlse[..., None])
             ds = np.where(self.visible, self.p * (dp - delta), 0)
             dbias, dsinks = self.terms.of_bias(ds, self.keys), -(self.p_sink * delta).sum((0, 2, 3))
@@ -203,7 +207,8 @@ class Ordinary:
         dout, q, k, v = (a.astype(np.float64) for a in (self._rows(dout), self.q, self.k, self.v))
         p = self.unrounded_p.astype(np.float64)
         with np.errstate(all="ignore"):
-            out, dp = p @ v, dout @ v.swapaxes(-1, -2)
+            weighted = self.weight * p
+            out, dp = weighted @ v, self.weight * (dout @ v.swapaxes(-1, -2))
             delta = (p * dp).sum(-1, keepdims=True) - (0 if dlse is None else dlse[..., None])
             ds = np.where(self.visible, p * (dp - delta), 0)
             half = np.finfo(self.real).eps / 2
@@ -230,7 +235,7 @@ class Ordinary:
             moved = p * self.slope  # ds as delta moves
             dq = abs(self.scale) * (of_p * np.abs(ds @ k) + of_delta * np.abs(moved @ k) + apart(of_s * ds, k))
             dk = abs(self.scale) * by_key(of_p * ds + of_delta * moved, of_s * ds, q)
-            dv = by_key(of_p * p, of_s * p, dout)
+            dv = by_key(of_p * weighted, of_s * weighted, dout)
         return {**self._in_order(dq, dk, dv), "bias": dbias, "sinks": dsinks}
 
     def _selected(self, weights, rows, visible):

@@ -42,18 +42,23 @@ class Case:
     @property
     def scalars(self) -> dict[str, object]:
         """The features that are no arrays."""
-        return {name: value for name, value in self.options if not features.BY_NAME[name].is_array}
+        return {name: value for name, value in self.options if name not in ARRAYS}
 
     def feature_arrays(self, xp=np) -> dict[str, object]:
         """Those that are."""
         rng = np.random.default_rng(self.seed + 1)
         return {
-            name: ARRAYS[name][value](self, rng, xp) for name, value in self.options if features.BY_NAME[name].is_array
+            name: ARRAYS[name][value](self, rng, xp) for name, value in self.options if name in ARRAYS
         }
 
     def call_of(self, xp) -> dict[str, object]:
         """The keyword arguments of the public functions, arrays those of `xp` (NumPy or CuPy)."""
-        return {"softmax_scale": self.softmax_scale, **self.scalars, **self.feature_arrays(xp)}
+        seed = {"seed": self.dropout_seed} if "dropout_p" in self.scalars else {}
+        return {"softmax_scale": self.softmax_scale, **self.scalars, **seed, **self.feature_arrays(xp)}
+
+    @property
+    def dropout_seed(self) -> int:
+        return self.seed * 0x123456789ABCDEF % 2**64
 
     @property
     def call(self) -> dict[str, object]:
@@ -62,7 +67,7 @@ class Case:
     @property
     def differentiated(self) -> tuple[str, ...]:
         """The features whose gradients are looked at."""
-        return tuple(name for name, _ in self.options if features.BY_NAME[name].has_gradient)
+        return tuple(n for n in ("bias", "sinks") if n in dict(self.options))
 
     @property
     def returns(self) -> dict[str, bool]:
@@ -363,10 +368,13 @@ CASES: dict[str, Case] = {
         seqlen_q=150, seqlen_k=40, heads_q=4, options=(("causal", True), ("sinks", "of heads")), dlse=True
     ),
     "sinks, window": Case(seqlen_q=200, seqlen_k=260, heads_q=6, options=(("window", (30, 0)), ("sinks", "of heads"))),
+    "dropout": Case(options=(("dropout_p", 0.3),), seed=5),
+    "dropout, causal": Case(seqlen_q=150, heads_q=4, options=(("causal", True), ("dropout_p", 0.1)), seed=9, dlse=True),
+    "dropout, wide heads": Case(1, 100, 130, 2, 1, 192, 256, options=(("dropout_p", 0.5), ("sinks", "of heads")), seed=3),
     "everything": Case(
         seqlen_q=100, seqlen_k=150, heads_q=4,
         options=(("window", (60, 20)), ("softcap", 6.0), ("alibi_slopes", "of heads"), ("bias", "of keys"),
-                 ("mask", "of every element"), ("sinks", "of heads")),
+                 ("mask", "of every element"), ("sinks", "of heads"), ("dropout_p", 0.2)), seed=1,
     ),
     "alibi, softcap, window": Case(
         seqlen_q=130, seqlen_k=190, heads_q=4,
@@ -395,6 +403,7 @@ def option_sets(draw) -> tuple[tuple[str, object], ...]:
         "causal": st.just(True),
         "window": st.tuples(side, side),
         "softcap": st.sampled_from([2.0, 15.0, 50.0]),
+        "dropout_p": st.sampled_from([0.1, 0.5]),
         **{name: st.sampled_from(sorted(kinds)) for name, kinds in ARRAYS.items()},
     }
     names = draw(st.lists(st.sampled_from([f.name for f in features.FEATURES]), unique=True))

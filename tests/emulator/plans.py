@@ -12,7 +12,7 @@ import numpy as np
 from cases import numpy_dtype
 
 from pyflash import params, problem, source
-from pyflash.launch import TILE_COUNTER
+from pyflash.launch import SEED, TILE_COUNTER
 from pyflash.plan import Launch, Plan
 from pyflash.problem import Problem, Tensor
 
@@ -64,10 +64,11 @@ def _tensor_map(array: np.ndarray, pointer: int, box: tuple[int, int]) -> bytes:
     return emulator.tensor_map(pointer, strides, extents, boxes, array.itemsize, swizzle_bytes=box[0] * array.itemsize)
 
 
-def _pack(launch: Launch, buffers: dict[str, emulator.Buffer]) -> bytes:
+def _pack(launch: Launch, buffers: dict[str, emulator.Buffer], seed_word: int) -> bytes:
     layout = params.layout(launch.kernel, launch.real)
-    pointers = {field: buffers[array].pointer for field, array in launch.arrays if field in layout.offsets}
-    data = layout.pack({**dict(launch.values), **pointers})
+    pointers = {f: buffers[a].pointer for f, a in launch.arrays if f in layout.offsets and a != SEED}
+    words = {f: seed_word for f, a in launch.arrays if a == SEED}
+    data = layout.pack({**dict(launch.values), **pointers, **words})
     for field, spec in launch.tensor_maps:
         buffer = buffers[spec.array]
         start = layout.offsets[field]
@@ -76,7 +77,13 @@ def _pack(launch: Launch, buffers: dict[str, emulator.Buffer]) -> bytes:
 
 
 def run_plan(
-    plan: Plan, arrays: dict[str, np.ndarray], *, seed: int = 0, out: np.ndarray | None = None, **options
+    plan: Plan,
+    arrays: dict[str, np.ndarray],
+    *,
+    seed: int = 0,
+    out: np.ndarray | None = None,
+    dropout_seed: int = 0,
+    **options,
 ) -> dict[str, np.ndarray]:
     """The plan's outputs. Inputs are constant while it runs; outputs and workspace start as NaN; whatever is written
     besides the outputs' elements is an error. `out` gives the layout of o, if the problem was told of one."""
@@ -92,7 +99,7 @@ def run_plan(
         buffers = inputs | outputs | workspace | {TILE_COUNTER: counter}
         for launch in plan.launches:
             kernel = _built(launch.kernel, source.program(launch))
-            params_bytes = _pack(launch, buffers)
+            params_bytes = _pack(launch, buffers, dropout_seed)
             shape = launch.grid, launch.block, launch.smem_bytes
             emulator.run(kernel, *shape, params_bytes, seed=seed, overlaps=launch.overlaps, **options)
         for name, buffer in outputs.items():

@@ -29,7 +29,7 @@ def poison(shape, dtype, layout: str = "contiguous"):
 
 
 def on(case: Case) -> dict[str, object]:
-    return features.check({**case.scalars, **case.feature_arrays()})
+    return features.check({name: value for name, value in case.call.items() if name != "softmax_scale"})
 
 
 def forward(case: Case, arrays: dict[str, np.ndarray], layout: str = "contiguous"):

@@ -8,7 +8,7 @@ from cases import CASES, Case, cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyflash import reference
+from pyflash import features, reference
 
 small = cases(tile=5, max_head_dim=9, dtypes=("float64",))
 
@@ -18,16 +18,34 @@ def arrays_of(case: Case):
     return arrays["q"], arrays["k"], arrays["v"], arrays["dout"], arrays.get("dlse")
 
 
-def by_loops(q, k, v, scale: float, causal=False, window=(None, None), softcap=None, alibi_slopes=None, **arrays):
+def philox(counter: tuple[int, int, int, int], key: int) -> list[int]:
+    """Philox4x32-10, as its authors define it."""
+    x, k = list(counter), [key % 2**32, key >> 32]
+    for _ in range(10):
+        a, b = x[0] * 0xD2511F53, x[2] * 0xCD9E8D57
+        x = [b >> 32 ^ x[1] ^ k[0], b % 2**32, a >> 32 ^ x[3] ^ k[1], a % 2**32]
+        k = [(k[0] + 0x9E3779B9) % 2**32, (k[1] + 0xBB67AE85) % 2**32]
+    return x
+
+
+def kept(p: float, seed: int, b: int, h: int, i: int, j: int) -> float:
+    """What dropout makes of a probability of 1."""
+    word = philox((i & ~8, j & ~9, h, b), seed)[(i >> 3 & 1) * 2 + (j >> 3 & 1)]
+    threshold = round(p * 65536)
+    return 65536 / (65536 - threshold) if (word >> 16 * (j & 1)) % 65536 >= threshold else 0.0
+
+
+def by_loops(q, k, v, scale: float, causal=False, window=(None, None), softcap=None, alibi_slopes=None, **others):
     """The definition, one row at a time."""
     (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = q.shape, k.shape
     out = np.zeros((batch, seqlen_q, heads, v.shape[3]))
     lse = np.full((batch, heads, seqlen_q), -np.inf)
     left, right = window
     whole = batch, heads, seqlen_q, seqlen_k
-    bias = np.broadcast_to(arrays.get("bias", 0.0), whole)
-    mask = np.broadcast_to(arrays.get("mask", True), whole)
-    sinks = arrays.get("sinks", np.full(heads, -np.inf))
+    bias = np.broadcast_to(others.get("bias", 0.0), whole)
+    mask = np.broadcast_to(others.get("mask", True), whole)
+    sinks = others.get("sinks", np.full(heads, -np.inf))
+    drop, seed = others.get("dropout_p", 0.0), others.get("seed", 0)
 
     def score(b, h, i, j):
         s = scale * math.fsum(q[b, i, h] * k[b, j, h // (heads // heads_kv)])
@@ -45,7 +63,8 @@ def by_loops(q, k, v, scale: float, causal=False, window=(None, None), softcap=N
         if top := [x for x in (*s, sinks[h]) if x > -np.inf]:
             lse[b, h, i] = max(top) + math.log(math.fsum(math.exp(x - max(top)) for x in top))
             weights = [math.exp(x - lse[b, h, i]) for x in s]
-            out[b, i, h] = sum(w * v[b, j, g] for w, j in zip(weights, seen, strict=True))
+            weights = [w * (kept(drop, seed, b, h, i, j) if drop else 1) for w, j in zip(weights, seen, strict=True)]
+            out[b, i, h] = sum((w * v[b, j, g] for w, j in zip(weights, seen, strict=True)), np.zeros(v.shape[3]))
     return out, lse
 
 
@@ -54,11 +73,30 @@ def by_loops(q, k, v, scale: float, causal=False, window=(None, None), softcap=N
 def test_forward_is_the_definition(case):
     q, k, v, _, _ = arrays_of(case)
     out, lse = reference.attention(q, k, v, **case.call)
-    expected, expected_lse = by_loops(q, k, v, case.scale, **case.scalars, **case.feature_arrays())
+    expected, expected_lse = by_loops(q, k, v, case.scale, **{**case.call, "softmax_scale": None})
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-12, atol=1e-12)
     # What one ulp of a score does to its exponential is not the oracle's fault.
     spread = 1e-12 * (1 + np.abs(lse[np.isfinite(lse)]).max(initial=0))
     np.testing.assert_allclose(out, expected, rtol=spread, atol=spread * np.abs(v).max(initial=0))
+
+
+def test_random_bits_are_those_of_the_paper():
+    """Known answers of its authors."""
+    ones = 2**32 - 1
+    for counter, key, words in (
+        ((0,) * 4, 0, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((ones,) * 4, 2**64 - 1, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    ):
+        assert tuple(philox(counter, key)) == words
+        assert tuple(int(x) for x in features._philox(tuple(np.array(c) for c in counter), key)) == words
+
+
+def test_dropout_drops_as_many_as_it_says():
+    whole = features.Place.whole(features.Sizes(2, 3, 200, 300))
+    for p in (0.1, 0.5, 0.9):
+        weight = features.weight({"dropout_p": (p, 11)}, whole)
+        assert abs((weight == 0).mean() - p) < 0.005 and abs(weight.mean() - 1) < 0.05
+        assert np.abs(np.corrcoef((weight == 0)[:, :, :, 0].reshape(6, -1)) - np.eye(6)).max() < 0.3, "heads differ"
 
 
 @settings(max_examples=40)
