@@ -298,11 +298,22 @@ bwd_sm80(const __grid_constant__ Params p) {
       }
       if (hides(tile)) hide(tile, s);
 #pragma unroll
+      for (int i = 0; i < KEY_BLOCKS * Q_BLOCKS * 8; i++) {
+        const int n = i / 8 / Q_BLOCKS, m = i / 8 % Q_BLOCKS, half = i / 4 % 2, e = i % 4;
+        float& x = s[n][m][half][e];
+        x = scorer.marked(x, m * BLOCK + half * 8 + e % 2, n * BLOCK + e / 2 * 8);
+      }
+#pragma unroll
       for (int m = 0; m < Q_BLOCKS; m++) {
 #pragma unroll
         for (int n = 0; n < KEY_BLOCKS; n++) accumulators_to_a<Element>(pt[n][m], s[n][m][0], s[n][m][1]);
       }
       store_pt(tile, pt);
+#pragma unroll
+      for (int i = 0; i < KEY_BLOCKS * Q_BLOCKS * 4; i++) {
+        u32& pair = pt[i / 4 / Q_BLOCKS][i / 4 % Q_BLOCKS][i % 4];
+        pair = kept(pair);
+      }
       share_pt();
     };
     walk([&](int i, const QueryTile& previous, const QueryTile&, const QueryTile& next, bool dirty) {
@@ -318,12 +329,13 @@ bwd_sm80(const __grid_constant__ Params p) {
         }
         const int lane = fresh_lane();
         accumulate<TILE_DV>(dv, pt, lane_address<TILE_M, ROWS_FIRST>(smem.pt[next.slot], other_key0, lane),
-                            first_block<TILE_DV>(smem.dout[next.slot], part, lane), part);
+                            first_block<TILE_DV>(smem.dout[next.slot], part, lane), part,
+                            [](u32 pair) { return kept(pair); });
       }
       if (i > 0) add_dq(previous);
     });
     named_barrier_sync(STEP, NUM_THREADS);
-    stage_gradient<TILE_DV>(smem.v, dv, 1.f, key0, other_key0, part, lane);
+    stage_gradient<TILE_DV>(smem.v, dv, kept_scale(p), key0, other_key0, part, lane);
     if (smem.made_finite) {
       named_barrier_sync(ROLE_0, ROLE_WARPS * 32);
       add_nonfinite_to_dv();
@@ -375,7 +387,8 @@ bwd_sm80(const __grid_constant__ Params p) {
         score_gradients(current, dst);
         const int lane = fresh_lane();
         accumulate<TILE_D>(dk, dst, lane_address<TILE_M, ROWS_FIRST>(smem.pt[current.slot], other_key0, lane),
-                           first_block<TILE_D>(smem.q[current.slot], part, lane), part);
+                           first_block<TILE_D>(smem.q[current.slot], part, lane), part,
+                           [](u32 pair) { return pair; });
       }
     });
     named_barrier_sync(STEP, NUM_THREADS);

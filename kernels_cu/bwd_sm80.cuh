@@ -87,9 +87,10 @@ template <int COLS, int KEPT> __device__ __forceinline__ void keep(Kept<KEPT>& k
 }
 
 // gradient += a b: a (keys, TILE_M) is this warp's own operands and those at other_lane (SPLIT = 2), b (TILE_M, COLS).
-template <int COLS, int COL_BLOCKS>
+// change() is made of what lies there.
+template <int COLS, int COL_BLOCKS, class Change>
 __device__ __forceinline__ void accumulate(float (&gradient)[GRAD_BLOCKS][COL_BLOCKS][2][4], const Operands& own,
-                                           u32 other_lane, u32 b_lane, int part) {
+                                           u32 other_lane, u32 b_lane, int part, Change change) {
   constexpr int DISTANCE = smaller(AHEAD, COL_BLOCKS), BLOCKS = COLS / BLOCK;
   u32 other[2][KEY_BLOCKS][4], b[AHEAD + 1][4];
   auto exists = [&](int c) { return (c + 1) * SPLIT <= BLOCKS || c * SPLIT + part < BLOCKS; };
@@ -100,6 +101,8 @@ __device__ __forceinline__ void accumulate(float (&gradient)[GRAD_BLOCKS][COL_BL
 #pragma unroll
         for (int n = 0; n < KEY_BLOCKS; n++) {
           ldmatrix_x4(other[m % 2][n], block_at<TILE_M>(other_lane, n * BLOCK, m * BLOCK));
+#pragma unroll
+          for (u32& pair : other[m % 2][n]) pair = change(pair);
         }
       }
       if (exists(c)) ldmatrix_x4_trans(b[u % (AHEAD + 1)], block_at<COLS>(b_lane, m * BLOCK, c * SPLIT * BLOCK));

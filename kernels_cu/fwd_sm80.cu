@@ -220,6 +220,15 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_CTAS) fwd_sm80(con
     for (int i = 0; i < PAIRS; i++) latest_p |= p[i / 4 % M_BLOCKS][i / (M_BLOCKS * 4)][i % 4];
   };
 
+  // Drops what is to be dropped of a strip's probabilities, once their sums are taken.
+  auto drop = [&](Probabilities& p_strip, int n0) {
+    const Scorer scorer(p, {work.batch, work.head}, work.m0 + lane_row(thread, 0), n0 + thread % 4 * 2);
+#pragma unroll
+    for (int pair = 0; pair < PAIRS; pair++) {
+      const int n = pair / (M_BLOCKS * 4), m = pair / 4 % M_BLOCKS, i = pair % 4;
+      p_strip[m][n][i] = scorer.kept(p_strip[m][n][i], m * BLOCK + i % 2 * 8, n * BLOCK + i / 2 * 8);
+    }
+  };
   auto clear = [](Scores& s) {
 #pragma unroll
     for (int i = 0; i < SCORES; i++) s[i / SCORES_PER_BLOCK][i / 4 % (KEY_BLOCKS * 2)][i % 4] = 0;
@@ -361,6 +370,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_CTAS) fwd_sm80(con
           if (after_step == 0) load_operand(0, from.v_strip, 0);
         }
       }
+      drop(p_strip, n0);
 #pragma unroll
       for (int r = 0; r < ROWS; r++) softmax.sum[r] += sum[r];
     }
@@ -402,6 +412,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_CTAS) fwd_sm80(con
   for (int r = 0; r < ROWS; r++) {
     float inverse, lse;
     softmax.finish(r, inverse, lse);
+    inverse *= kept_scale(p);
     const int row = done.m0 + lane_row(same_thread, r);
     if (p.lse && same_lane % 4 == 0 && row < p.seqlen_q) {
       p.lse[((i64)done.batch * p.num_heads_q + done.head) * p.seqlen_q + row] = lse;

@@ -230,6 +230,14 @@ struct Scorer {
     return bits >= p.dropout_threshold ? prob : -prob;
   }
 
+  // Of a pair of 16-bit probabilities, of two neighbouring keys, what is kept.
+  __device__ __forceinline__ u32 kept(u32 pair, int q_offset, int kv_offset) const {
+    if constexpr (!DROPS) return pair;
+    const Real one = 1;
+    return (marked(one, q_offset, kv_offset) > 0 ? pair & 0xffff : 0) |
+           (marked(one, q_offset, kv_offset + 1) > 0 ? pair & 0xffff0000 : 0);
+  }
+
   // ds of the product from p = 2^(score - origin), marked, dp and delta. The slope of softcap follows from p too: whoever
   // computes ds need not have the score. It is 0 where p is, or is not a number.
   __device__ __forceinline__ Real gradient(Real prob, Real dp, Real delta, Real origin, int q_offset,

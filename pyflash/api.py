@@ -370,8 +370,8 @@ def _run_numpy(made: problem.Problem, views: dict[str, object], seed: int | None
     run, names = cpu.forward, ("q", "k", "v", "o", "lse")
     if made.backward:
         run, names = cpu.backward, ("dout", "q", "k", "v", "o", "lse", "dlse", "dq", "dk", "dv", "dbias", "dsinks")
-    on = features.check({name: x for name, x in ({**dict(made.options), **views}).items() if name in features.BY_NAME}
-                        | {"seed": seed})
+    options = {**dict(made.options), **views, "seed": seed}
+    on = features.check({name: x for name, x in options.items() if name in features.BY_NAME or name == "seed"})
     run(*(views.get(name) for name in names), softmax_scale=made.softmax_scale, on=on)
 
 

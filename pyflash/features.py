@@ -341,7 +341,7 @@ class _Dropout(Feature):
 
     name, default, takes = "dropout_p", 0.0, "a number from 0 up to but not including 1"
     flags = ("DROPOUT",)
-    kernels = SIMT
+    kernels = SIMT + SM80
     fields = (
         Field("dropout_threshold", "i32", "int", "of 65536; DROPOUT"),
         Field("dropout_scale", "real", "{real}", "1 / (1 - threshold / 65536)"),

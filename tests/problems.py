@@ -48,6 +48,7 @@ def option_sets(draw, sizes: Sizes, real: str) -> tuple[dict[str, object], dict[
         "alibi_slopes": slopes,
         "bias": broadcast.map(lambda shape: contiguous(shape, real)),
         "mask": broadcast.map(lambda shape: contiguous(shape, "bool")),
+        "dropout_p": st.sampled_from([0.0, 0.2]),
         "sinks": st.just(contiguous((sizes.heads_q,), real)),
     }
     chosen = draw(st.lists(st.sampled_from(sorted(values)), unique=True, max_size=3))

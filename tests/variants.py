@@ -41,6 +41,7 @@ OPTIONS = (
     {"bias": (2, 1, 1, 1)},
     {"mask": (1, 1, 1, 1)},
     {"sinks": (4,)},
+    {"dropout_p": 0.2},
     {"window": (50, 50), "softcap": 30.0, "alibi_slopes": (4,)},
     {"causal": True, "bias": (1, 4, 1, 1), "mask": (1, 1, 1, 1), "sinks": (4,)},
 )

@@ -106,6 +106,21 @@ BAD_CALLS = {
         {"alibi_slopes": [0.5] * 4},
         "alibi_slopes: got builtins.list, takes an array",
     ),
+    "dropout of 1": (lambda q, k, v: (q, k, v), {"dropout_p": 1.0}, "dropout_p: got 1.0, takes a number from 0 up to"),
+    "negative dropout": (lambda q, k, v: (q, k, v), {"dropout_p": -0.1}, "dropout_p: got -0.1, takes a number from 0"),
+    "dropout text": (lambda q, k, v: (q, k, v), {"dropout_p": "a"}, "dropout_p: got 'a', takes a number from 0"),
+    "seed of a half": (lambda q, k, v: (q, k, v), {"dropout_p": 0.1, "seed": 0.5}, "seed: got 0.5, takes None or an i"),
+    "negative seed": (lambda q, k, v: (q, k, v), {"dropout_p": 0.1, "seed": -1}, "seed: got -1, takes None or an int"),
+    "mask of numbers": (lambda q, k, v: (q, k, v), {"mask": np.ones((5, 7), np.int8)},
+                        "mask: got dtype int8, takes bool for float32 inputs"),
+    "mask too long": (lambda q, k, v: (q, k, v), {"mask": np.ones((5, 8), bool)},
+                      r"mask: got shape \(5, 8\), takes one that broadcasts to \(2, 4, 5, 7\): \(batch, heads_q"),
+    "bias of key heads": (lambda q, k, v: (q, k, v), {"bias": np.ones((2, 5, 7), np.float32)},
+                          r"bias: got shape \(2, 5, 7\), takes one that broadcasts to \(2, 4, 5, 7\)"),
+    "bias in half": (lambda q, k, v: (q, k, v), {"bias": np.ones((5, 7), np.float16)},
+                     "bias: got dtype float16, takes float32 for float32 inputs"),
+    "sinks of key heads": (lambda q, k, v: (q, k, v), {"sinks": np.ones(2, np.float32)},
+                           r"sinks: got shape \(2,\), takes \(4,\): \(heads_q,\)"),
     "return_lse": (lambda q, k, v: (q, k, v), {"return_lse": 1}, "return_lse: got 1, takes True or False"),
     "out's shape": (lambda q, k, v: (q, k, v), {"out": np.zeros((2, 5, 4, 16), np.float32)}, r"out: got shape \(2, 5"),
 }
@@ -129,8 +144,21 @@ def test_bad_backward_calls():
         call(out, q, k, v, out, lse.astype(np.float64))
     with pytest.raises(TypeError, match=r"^dlse: got .*list, takes an array"):
         call(out, q, k, v, out, lse, dlse=[0.0])
+    with pytest.raises(ValueError, match=r"^return_dbias: got True, takes False where bias is None"):
+        call(out, q, k, v, out, lse, return_dbias=True)
+    with pytest.raises(ValueError, match=r"^seed: got None, takes the forward's"):
+        call(out, q, k, v, out, lse, dropout_p=0.1)
     with pytest.raises(TypeError, match=r"^deterministic: got 1, takes True or False"):
         call(out, q, k, v, out, lse, deterministic=1)
+
+
+def test_without_a_seed_each_call_drops_others():
+    q, k, v = arrays()
+    first, second = (pyflash.flash_attention(q, k, v, dropout_p=0.5) for _ in range(2))
+    assert not np.array_equal(first, second)
+    first, second = (pyflash.flash_attention(q, k, v, dropout_p=0.5, seed=3) for _ in range(2))
+    assert np.array_equal(first, second)
+    assert len([call for call in api._prepared if "dropout_p" in str(call)]) == 1, "a new seed is no new plan"
 
 
 def test_strides_of_a_fraction_of_an_element_are_refused():
@@ -193,7 +221,7 @@ def test_any_kind_of_scalar(scale):
 def test_signatures():
     forward = inspect.signature(pyflash.flash_attention)
     backward = inspect.signature(pyflash.flash_attention_backward)
-    options = "softmax_scale=None, " + ", ".join(f"{f.name}={f.default}" for f in features.FEATURES)
+    options = "softmax_scale=None, " + ", ".join(f"{f.name}={f.default}" for f in features.FEATURES) + ", seed=None"
     assert str(forward) == f"(q, k, v, *, {options}, return_lse=False, out=None)"
     returns = ", ".join(f"return_d{f.name}=False" for f in features.FEATURES if f.has_gradient)
     assert str(backward) == f"(dout, q, k, v, out, lse, *, {options}, dlse=None, deterministic=False, {returns})"

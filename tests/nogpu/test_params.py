@@ -16,6 +16,7 @@ TABLES = [(kernel, real) for kernel in params.TABLES for real in ("float", "doub
 _CTYPES = {
     "pointer": ctypes.c_void_p,
     "i64": ctypes.c_int64,
+    "u64": ctypes.c_uint64,
     "i32": ctypes.c_int32,
     "float": ctypes.c_float,
     "double": ctypes.c_double,

@@ -15,7 +15,7 @@ from pyflash import features, params
 from pyflash.device import KNOWN, Device
 from pyflash.errors import Unsupported
 from pyflash.explain import tiles
-from pyflash.launch import TILE_COUNTER
+from pyflash.launch import SEED, TILE_COUNTER
 from pyflash.plan import Launch, Plan, plan
 from pyflash.problem import MAX_HEAD_DIM, Problem
 from pyflash.tiles import FAMILIES, KERNELS
@@ -69,7 +69,7 @@ def test_every_valid_problem_has_a_plan_that_can_be_launched(problem, device):
 
 # Arguments that turn each feature on, as `example` takes them.
 ON = {"causal": True, "window": (9, 9), "softcap": 20.0, "alibi_slopes": (4,), "bias": (1, 4, 1, 1),
-      "mask": (2, 1, 1, 1), "sinks": (4,)}  # fmt: skip
+      "mask": (2, 1, 1, 1), "sinks": (4,), "dropout_p": 0.5}  # fmt: skip
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -116,12 +116,14 @@ def test_every_argument_of_every_kernel_is_given(problem, device):
         layout = params.layout(launch.kernel, launch.real)
         values, arrays = dict(launch.values), dict(launch.arrays)
         layout.pack(values)
-        assert set(arrays.values()) <= set(tensors) | pieces | {TILE_COUNTER}
+        assert set(arrays.values()) <= set(tensors) | pieces | {TILE_COUNTER, SEED}
         known = {field.name for name in problem.on for field in features.BY_NAME[name].fields}
         if params.computes_scores(launch.kernel):  # dbias is given where it is wanted
             assert known - {"dbias"} <= values.keys() | arrays.keys()
         for field in layout.fields:
-            if field in features.FIELDS:
+            if field.kind == "u64":
+                assert (field.name in arrays) == (field.name in known), "a number that comes with the addresses"
+            elif field in features.FIELDS:
                 assert field.name in known or field.name not in values.keys() | arrays.keys()
             elif field.kind in ("i32", "real"):
                 assert field.name in values, f"{launch.kernel} is not told {field.name}"
