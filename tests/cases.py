@@ -47,9 +47,7 @@ class Case:
     def feature_arrays(self, xp=np) -> dict[str, object]:
         """Those that are."""
         rng = np.random.default_rng(self.seed + 1)
-        return {
-            name: ARRAYS[name][value](self, rng, xp) for name, value in self.options if name in ARRAYS
-        }
+        return {name: ARRAYS[name][value](self, rng, xp) for name, value in self.options if name in ARRAYS}
 
     def call_of(self, xp) -> dict[str, object]:
         """The keyword arguments of the public functions, arrays those of `xp` (NumPy or CuPy)."""
