@@ -13,6 +13,9 @@ from functools import partial
 import jax
 
 from . import api
+from .features import FEATURES
+
+_ARRAYS = tuple(feature.name for feature in FEATURES if feature.is_array)
 
 # The options that have gradients, in the order in which `flash_attention_backward` returns them.
 _DIFFERENTIABLE = tuple(
@@ -45,7 +48,7 @@ def flash_attention(q, k, v, *, return_lse: bool = False, deterministic: bool = 
     TypeError, ValueError, pyflash.Unsupported
         As `pyflash.flash_attention`; Unsupported also inside jax.jit and jax.vmap.
     """
-    arrays = {name: value for name, value in options.items() if isinstance(value, jax.Array)}
+    arrays = {name: options[name] for name in _ARRAYS if options.get(name) is not None}
     scalars = tuple((name, value) for name, value in options.items() if name not in arrays)
     out, lse = _attention(scalars, deterministic, return_lse, q, k, v, arrays)
     return (out, lse) if return_lse else out

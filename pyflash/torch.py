@@ -16,7 +16,9 @@ import torch
 
 from . import entry
 from .errors import Unsupported
-from .features import FEATURES
+from .features import BY_NAME, FEATURES
+
+_ARRAYS = tuple(feature.name for feature in FEATURES if feature.is_array)
 
 # The options that have gradients, in the order in which `flash_attention_backward` returns them.
 _DIFFERENTIABLE = tuple(
@@ -50,7 +52,7 @@ def attention(q, k, v, options: dict[str, object], deterministic: bool = False):
     """
     if dtype := _cast_to(q, k, v):
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    arrays = {name: value for name, value in options.items() if isinstance(value, torch.Tensor)}
+    arrays = {name: options[name] for name in _ARRAYS if options.get(name) is not None}
     for name, array in arrays.items():
         if array.requires_grad and name not in _DIFFERENTIABLE:
             raise ValueError(f"{name}: got a tensor that requires grad, takes one that does not: it has no gradient")
@@ -303,6 +305,6 @@ def _batched(tensor: torch.Tensor) -> torch.Tensor:
 
 def existing(option: str, argument: str) -> str:
     """The name of an option, if there is one; `argument` is what asks for it."""
-    if option in (feature.name for feature in FEATURES):
+    if option in BY_NAME:
         return option
     raise Unsupported(f"{argument}: got one, takes its default: attention with it is not implemented")

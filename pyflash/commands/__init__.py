@@ -57,7 +57,7 @@ def doubled(first: int, last: int) -> list[int]:
 
 
 # The options of a call that can be typed; the others are arrays.
-_TYPED = tuple(feature for feature in FEATURES if not getattr(feature, "is_array", False))
+_TYPED = tuple(feature for feature in FEATURES if not feature.is_array)
 
 
 def _literal(text: str) -> object:
@@ -71,11 +71,11 @@ def _literal(text: str) -> object:
 def add_options(parser) -> None:
     """An argument for each option of a call that can be typed."""
     for feature in _TYPED:
-        flag, takes = f"--{feature.name.replace('_', '-')}", getattr(feature, "takes", "")
+        flag = f"--{feature.name.replace('_', '-')}"
         if feature.default is False:
             parser.add_argument(flag, action="store_true", help=f"as the argument {feature.name} of flash_attention")
         else:
-            parser.add_argument(flag, type=_literal, metavar="X", help=takes)
+            parser.add_argument(flag, type=_literal, metavar="X", help=feature.takes)
 
 
 def options_of(args: argparse.Namespace) -> dict[str, object]:
