@@ -74,16 +74,16 @@ def grid(
     """Every combination. Without `batch`, about `tokens` queries in all; without `heads`, about `hidden` columns."""
     cases = []
     for head_dim, on, seqlen in itertools.product(head_dims, options, seqlens):
-        count = heads or max(1, hidden // max(head_dim, 1))
+        count = max(1, hidden // max(head_dim, 1)) if heads is None else heads
         cases.append(
             Case(
-                batch=batch or max(1, tokens // max(seqlen, 1)),
+                batch=max(1, tokens // max(seqlen, 1)) if batch is None else batch,
                 seqlen_q=seqlen,
                 seqlen_k=seqlen if seqlen_k is None else seqlen_k,
                 heads=count,
-                heads_kv=heads_kv or count,
+                heads_kv=count if heads_kv is None else heads_kv,
                 head_dim=head_dim,
-                head_dim_v=head_dim_v or head_dim,
+                head_dim_v=head_dim if head_dim_v is None else head_dim_v,
                 dtype=dtype,
                 options=on,
             )

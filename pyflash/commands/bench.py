@@ -88,6 +88,8 @@ def _cases(args: argparse.Namespace, machine: bench.Machine) -> list[bench.Case]
         tokens=machine.tokens,
         hidden=machine.hidden,
     )
+    if not all(case.batch and case.seqlen_q and case.seqlen_k for case in cases):
+        raise Misused("--batch, --seqlen and --seqlen-k take at least 1")
     try:
         for case, backward in itertools.product(cases, (False, True)):
             case.problem(backward)
