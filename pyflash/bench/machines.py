@@ -109,7 +109,7 @@ class CupyMachine(Machine):
         return 2 * n**3 / self.seconds(lambda: a @ a, 0.1)
 
     def copy_bandwidth(self) -> float:
-        source, target = (self.xp.ones(_COPY_BYTES["gpu"], np.uint8) for _ in range(2))
+        source, target = (self.xp.zeros(_COPY_BYTES["gpu"], np.uint8) for _ in range(2))
         return 2 * source.size / self.seconds(lambda: self.xp.copyto(target, source), 0.1)
 
     def is_out_of_memory(self, error: Exception) -> bool:

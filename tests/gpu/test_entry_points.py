@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -30,6 +31,19 @@ def test_doctor():
     done = run("-m", "pyflash", "doctor")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "BROKEN" not in done.stdout and done.stdout.rstrip().endswith("the GPU works")
+
+
+def test_bench(tmp_path):
+    size = ("--seqlen", "256,1k", "--batch", "1", "--heads", "2", "--head-dim", "64", "--causal", "--seconds", "0.01")
+    some = ("--only", "ordinary", "--only", "flash")
+    done = run("-m", "pyflash", "bench", *size, *some, "--json", "--csv", tmp_path / "figures.csv")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    failures = {(row["contestant"], row["direction"]): row["failure"] for row in rows if row["failure"]}
+    assert not {name for name, _ in failures} & {"PyFlash", "ordinary"}, failures
+    long = {row["contestant"]: row for row in rows if row["direction"] == "backward" and row["seqlen_q"] == 1024}
+    assert long["ordinary"]["memory_bytes"] > long["PyFlash"]["memory_bytes"] > 0
+    assert (tmp_path / "figures.csv").read_text().count("\n") == 1 + len(rows)
 
 
 def test_explain_and_compile_take_the_gpu_that_is_there(tmp_path):
