@@ -100,6 +100,33 @@ def test_gradients_by_finite_differences():
         check_grads(lambda *a: flash_attention(*a, causal=True, softmax_scale=0.3), inputs("float64"), 1, ("rev",))
 
 
+@pytest.mark.parametrize("option", [{"window": (3, 1)}, {"softcap": 2.0}, {"alibi_slopes": (4,)}, {"mask": (5, 7)}],
+                         ids=str)  # fmt: skip
+def test_options(option):
+    from jax.test_util import check_grads
+
+    from pyflash.jax import flash_attention
+
+    with jax.enable_x64(True):
+        name, value = next(iter(option.items()))
+        if name in ("alibi_slopes", "mask"):
+            value = jax.random.normal(jax.random.key(1), value, "float64")
+            value = value > -0.5 if name == "mask" else value
+        check_grads(lambda *a: flash_attention(*map(jnp.asarray, a), **{name: value}), inputs("float64"), 1, ("rev",))
+
+
+@pytest.mark.parametrize("name, shape", [("bias", (4, 1, 7)), ("sinks", (4,))])
+def test_gradients_of_options(name, shape):
+    from jax.test_util import check_grads
+
+    from pyflash.jax import flash_attention
+
+    with jax.enable_x64(True):
+        option = jax.random.normal(jax.random.key(1), shape, "float64")
+        call = lambda q, k, v, x: flash_attention(q, k, v, causal=True, **{name: x})  # noqa: E731
+        check_grads(call, (*inputs("float64"), option), 1, ("rev",))
+
+
 def test_gradients_of_one_input():
     from pyflash.jax import flash_attention
 
