@@ -57,6 +57,11 @@ fwd_sm90(const __grid_constant__ Params p) {
     }
     mbarrier_init_fence();
   }
+  if (WG_USED_ROWS < WG_ROWS) {
+    u32* q_smem = reinterpret_cast<u32*>(smem.q);
+    for (int i = threadIdx.x; i < (int)(sizeof(smem.q) / sizeof(u32)); i += cfg::NUM_THREADS) q_smem[i] = 0;
+    fence_proxy_async_shared();
+  }
   __syncthreads();
 
   if (warpgroup == 0) {
@@ -74,17 +79,28 @@ fwd_sm90(const __grid_constant__ Params p) {
   Ring<Q_STAGES> q;
   Ring<STAGES> k, v;
   Work work;
-  TileRange tile_range, range;  // key tiles of the output tile, and of this warpgroup's rows
+  TileRange range;              // key tiles of this warpgroup's rows
+  int before, behind;           // how many of the output tile's walk lie before them, and behind
   bool unchecked = false;       // whether o has products of masked tiles that were not looked through
+
+  // ---- The lane's two rows of an output tile
+  auto wg_row = [&](int r) { return warp_row + lane / 4 + r * 8; };
+  auto query = [&](const Work& work, int r) {  // seqlen_q and more: there is none
+    const int row = wg_row(r);
+    return row < WG_USED_ROWS ? work.m0 + wg * WG_QUERIES + row % WG_QUERIES : p.seqlen_q;
+  };
+  auto head = [&](const Work& work, int r) { return work.head + min(wg_row(r) / WG_QUERIES, cfg::PACK - 1); };
 
   // ---- Handing over: output tiles, buffers, turns
   auto receive_work = [&]() {
     mbarrier_wait(&smem.q_full[q.index][wg], q.parity);
     const Work next = smem.work[q.index][wg];
     __syncwarp();  // all lanes have read before one of them releases it, with q
-    work = {uniform(next.m0), uniform(next.head), uniform(next.batch), uniform(next.valid)};
-    tile_range = kv_range(p, work.m0);
-    range = warpgroup_range(p, tile_range, work.m0 + wg * WG_ROWS);
+    work = {uniform(next.m0), uniform(next.head), uniform(next.batch), uniform(next.split)};
+    const TileRange all = tile_keys(p, work);
+    range = warpgroup_keys(p, all, work.m0 + wg * WG_QUERIES);
+    before = all.end - range.end;
+    behind = range.begin - all.begin;
   };
   auto release = [&](u64* empty) {
     if (lane == 0) mbarrier_arrive(empty);
@@ -177,15 +193,15 @@ fwd_sm90(const __grid_constant__ Params p) {
 
   // ---- Softmax
   auto modify = [&](int n) {
-    const int q0 = work.m0 + wg * WG_ROWS + warp_row + lane / 4, kv0 = n * TILE_N + lane % 4 * 2;
-    const Head head = {work.batch, work.head};
-    const Scorer rows[2] = {{p, head, q0, kv0}, {p, head, q0 + 8, kv0}};
+    const int kv0 = n * TILE_N + lane % 4 * 2;
+    const Scorer scorers[2] = {{p, {work.batch, head(work, 0)}, query(work, 0), kv0},
+                               {p, {work.batch, head(work, 1)}, query(work, 1), kv0}};
 #pragma unroll
-    for (int i = 0; i < TILE_N / 2; i++) s_rmem[i] = rows[i / 2 % 2].score(s_rmem[i], 0, i / 4 * 8 + i % 2);
+    for (int i = 0; i < TILE_N / 2; i++) s_rmem[i] = scorers[i / 2 % 2].score(s_rmem[i], 0, i / 4 * 8 + i % 2);
   };
   auto hide = [&](int n) {
-    const int q0 = work.m0 + wg * WG_ROWS + warp_row + lane / 4, kv0 = n * TILE_N + lane % 4 * 2;
-    const VisibleKeys keys[2] = {visible_keys(p, q0, kv0), visible_keys(p, q0 + 8, kv0)};
+    const int kv0 = n * TILE_N + lane % 4 * 2;
+    const VisibleKeys keys[2] = {visible_keys(p, query(work, 0), kv0), visible_keys(p, query(work, 1), kv0)};
 #pragma unroll
     for (int i = 0; i < TILE_N / 2; i++) {
       if (!keys[i / 2 % 2].has(i / 4 * 8 + i % 2)) s_rmem[i] = HIDDEN;
@@ -212,11 +228,14 @@ fwd_sm90(const __grid_constant__ Params p) {
     return !__any_sync(~0u, zero[0] + zero[1] != 0);
   };
   auto redo_output = [&](int begin) {  // o of the key tiles from `begin` on, against the references as they are
-    const int q0 = work.m0 + wg * WG_ROWS + warp_row + lane / 4, last_row = p.seqlen_q - 1;
+    const int queries[2] = {query(work, 0), query(work, 1)};
     const int head_kv = work.head / p.qheads_per_kv, end = (int)min((i64)range.end * TILE_N, (i64)p.seqlen_k);
-    const Element* q_gmem = p.q + work.batch * p.q_stride[0] + work.head * p.q_stride[2];
-    const Element* q_rows[2] = {q_gmem + min(q0, last_row) * p.q_stride[1],
-                                q_gmem + min(q0 + 8, last_row) * p.q_stride[1]};
+    const Element* q_rows[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      q_rows[r] = p.q + work.batch * p.q_stride[0] + min(queries[r], p.seqlen_q - 1) * p.q_stride[1] +
+                  head(work, r) * p.q_stride[2];
+    }
     const Element* k_row = p.k + work.batch * p.k_stride[0] + begin * TILE_N * p.k_stride[1] + head_kv * p.k_stride[2];
     const Element* v_row = p.v + work.batch * p.v_stride[0] + begin * TILE_N * p.v_stride[1] + head_kv * p.v_stride[2] +
                            lane % 4 * 2;
@@ -232,11 +251,11 @@ fwd_sm90(const __grid_constant__ Params p) {
       }
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        x[r] = Scorer(p, {work.batch, work.head}, q0 + r * 8, key).score(quad_sum(x[r]), 0, 0);
+        x[r] = Scorer(p, {work.batch, head(work, r)}, queries[r], key).score(quad_sum(x[r]), 0, 0);
         x[r] = ex2(fmaf(x[r], scale, -exponent_origin(softmax.reference[r])));
         x[r] = to_real(Dtype<Element>::from_real(x[r]));
       }
-      const bool seen[2] = {visible(p, q0, key), visible(p, q0 + 8, key)};
+      const bool seen[2] = {visible(p, queries[0], key), visible(p, queries[1], key)};
 #pragma unroll
       for (int i = 0; i < TILE_DV / 2; i++) {
         const int r = i / 2 % 2, column = i / 4 * 8 + i % 2;  // of the lane's; 8 columns are all there or none
@@ -293,33 +312,40 @@ fwd_sm90(const __grid_constant__ Params p) {
   };
 
   // ---- The end of an output tile
+  auto place = [&](const Work& work) {  // among batches, or their partial results
+    return cfg::SPLIT ? work.split * p.batch + work.batch : work.batch;
+  };
   auto finish_rows = [&](float (&inverse)[2]) {  // and their lse
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       float lse;
-      const int row = work.m0 + wg * WG_ROWS + warp_row + lane / 4 + r * 8;
       softmax.finish(r, inverse[r], lse);
-      if (p.lse && lane % 4 == 0 && row < p.seqlen_q) {
-        p.lse[((i64)work.batch * p.num_heads_q + work.head) * p.seqlen_q + row] = lse;
+      if (p.lse && lane % 4 == 0 && query(work, r) < p.seqlen_q) {
+        p.lse[((i64)place(work) * p.num_heads_q + head(work, r)) * p.seqlen_q + query(work, r)] = lse;
       }
     }
   };
   auto store = [&](const Work& work, const float (&inverse)[2]) {
-    const int m0 = work.m0 + wg * WG_ROWS + warp_row;
-    Element* o_gmem = p.o + work.batch * p.o_stride[0] + m0 * p.o_stride[1] + work.head * p.o_stride[2];
-    store_accumulator<TILE_DV>(o_gmem, p.o_stride[1], p.seqlen_q - m0, p.head_dim_v, o_rmem, inverse, lane);
+    auto o_row = [&](int r) -> cfg::Output* {
+      if (query(work, r) >= p.seqlen_q) return nullptr;
+      return p.o + place(work) * p.o_stride[0] + query(work, r) * p.o_stride[1] + head(work, r) * p.o_stride[2];
+    };
+    store_rows<TILE_DV, cfg::Output>(o_row, p.head_dim_v, o_rmem, inverse, lane);
   };
 
   if (PING_PONG && wg == CONSUMERS - 1) pass_turn();  // the first turn is warpgroup 0's
   bool scored = false;                                // whether the first scores are there already
   receive_work();
-  while (work.valid) {
+  while (work.valid()) {
     float inverse[2];
 #pragma unroll
-    for (int r = 0; r < 2; r++) softmax.begin(r, row_start(p, {work.batch, work.head}), lane % 4 == 0);
+    for (int r = 0; r < 2; r++) {  // what has no key counts in one part of the keys
+      const float start = work.split == 0 ? row_start(p, {work.batch, head(work, r)}) : NEG_INF;
+      softmax.begin(r, start, lane % 4 == 0);
+    }
 #pragma unroll
     for (int i = 0; i < TILE_DV / 2; i++) o_rmem[i] = 0;
-    if (!scored) skip(tiles_before(tile_range, range));
+    if (!scored) skip(before);
     if (range.begin == range.end) {
       finish_rows(inverse);
       store(work, inverse);
@@ -346,13 +372,13 @@ fwd_sm90(const __grid_constant__ Params p) {
     start_output();
     finish_rows(inverse);
     const Work done = work;
-    const int rest = tiles_behind(tile_range, range);
+    const int rest = behind;
     const bool early = cfg::SCORE_EARLY && rest == 0 && !unchecked;  // else loads wait for the rest, q for loads
     q.advance();
     scored = false;
     if (early) {
       receive_work();
-      scored = work.valid && range.begin < range.end && tiles_before(tile_range, range) == 0;
+      scored = work.valid() && range.begin < range.end && before == 0;
     }
     if (scored) {
       start_scores();

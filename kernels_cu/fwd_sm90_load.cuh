@@ -7,7 +7,11 @@
 using cfg::Element;
 using cfg::TILE_M, cfg::TILE_N, cfg::TILE_D, cfg::TILE_DV, cfg::STAGES, cfg::Q_STAGES;
 
-constexpr int WG_ROWS = 64, CONSUMERS = TILE_M / WG_ROWS;  // query rows of a warpgroup; warpgroups that compute
+constexpr int WG_ROWS = 64, CONSUMERS = TILE_M / WG_ROWS;  // rows of a warpgroup; warpgroups that compute
+// Rows of a warpgroup: the same WG_QUERIES queries of PACK heads that share k and v, head after head; what is left is
+// zero and not stored.
+constexpr int WG_QUERIES = WG_ROWS / cfg::PACK, TILE_QUERIES = CONSUMERS * WG_QUERIES;
+constexpr int WG_USED_ROWS = WG_QUERIES * cfg::PACK;
 constexpr int D_CHUNKS = (TILE_D + CHUNK - 1) / CHUNK, DV_CHUNKS = (TILE_DV + CHUNK - 1) / CHUNK;
 constexpr int D_STEPS = TILE_D / 16, KEY_STEPS = TILE_N / 16;  // steps of a product's summed dimension
 constexpr int CONSUMER_WARPS = CONSUMERS * WARPGROUP / WARP;
@@ -15,8 +19,13 @@ constexpr bool PING_PONG = CONSUMERS > 1;
 static_assert(cfg::NUM_THREADS == (CONSUMERS + 1) * WARPGROUP, "one warpgroup loads, the others compute");
 static_assert(TILE_N % 16 == 0 && TILE_D % 16 == 0 && TILE_DV % 16 == 0, "wgmma sums in steps of 16");
 
-// The output tile that a warpgroup computes next, or the end.
-struct alignas(16) Work { int m0, head, batch, valid; };
+// The output tile that a warpgroup computes next: the queries from m0 on, of PACK heads from `head` on, over part
+// `split` of their keys. Or the end.
+struct alignas(16) Work {
+  int m0, head, batch, split;
+  __device__ __forceinline__ bool valid() const { return split >= 0; }
+};
+constexpr int END = -1;  // in place of a split
 
 struct Smem {
   alignas(1024) Element q[Q_STAGES][CONSUMERS][D_CHUNKS][WG_ROWS][CHUNK];
@@ -35,10 +44,25 @@ constexpr int TURN = 1, TURN_THREADS = 2 * WARPGROUP;
 // All warpgroups of a CTA walk over key tiles from the last back.
 __device__ __forceinline__ bool is_full(const TileRange& x, int n) { return n >= x.full_begin && n < x.full_end; }
 
-// The key tiles of the warpgroup whose first row is m0: part of those of its output tile. If there are none, all come
+// Those tiles of a range that lie in [begin, end), which is not empty in front of 0.
+__device__ __forceinline__ TileRange clip(const TileRange& x, int begin, int end) {
+  auto clipped = [&](int n) { return min(max(n, begin), end); };
+  return {clipped(x.begin), clipped(x.full_begin), clipped(x.full_end), clipped(x.end)};
+}
+
+// The key tiles of an output tile: all that its queries visit, or the part that is its split's.
+__device__ __forceinline__ TileRange tile_keys(const Params& p, const Work& work) {
+  const TileRange all = kv_range(p, work.m0, TILE_QUERIES);
+  if (!cfg::SPLIT) return all;
+  const int part = ceil_div(all.end - all.begin, p.num_splits), begin = min(all.begin + work.split * part, all.end);
+  return clip(all, begin, min(begin + part, all.end));
+}
+
+// The key tiles of the warpgroup whose first query is m0: part of those of its output tile. If there are none, all come
 // before its walk.
-__device__ __forceinline__ TileRange warpgroup_range(const Params& p, const TileRange& tile, int m0) {
-  TileRange own = kv_range(p, m0, WG_ROWS);
+__device__ __forceinline__ TileRange warpgroup_keys(const Params& p, const TileRange& tile, int m0) {
+  TileRange own = kv_range(p, m0, WG_QUERIES);
+  if (cfg::SPLIT) own = clip(own, tile.begin, tile.end);
   if (m0 >= p.seqlen_q || own.begin >= own.end) own = {tile.begin, tile.begin, tile.begin, tile.begin};
   return own;
 }
@@ -50,16 +74,19 @@ __device__ __forceinline__ int tiles_behind(const TileRange& tile, const TileRan
   return own.begin - tile.begin;
 }
 
-// Output tile number `index` in the order in which they are taken. Heads are taken in sections whose k and v share L2;
-// in a section the last query tiles come first, whose causal walk is longest, so that short ones fill the end.
+// Output tile number `index` in the order in which they are taken. All tiles' first parts of the keys come first. Packs
+// of heads are taken in sections whose k and v share L2; in a section the last query tiles come first, whose causal walk
+// is longest, so that short ones fill the end.
 __device__ __forceinline__ Work find_work(const Params& p, unsigned index) {
-  if (index >= (unsigned)p.num_tiles) return {0, 0, 0, false};
-  const int heads = p.batch * p.num_heads_q;
-  const int section = index / (p.heads_per_section * p.num_m_blocks), first_head = section * p.heads_per_section;
-  const int place = index - first_head * p.num_m_blocks, width = min(p.heads_per_section, heads - first_head);
-  const int row = place / width, flat_head = first_head + place - row * width;
-  const int batch = flat_head / p.num_heads_q;
-  return {(p.num_m_blocks - 1 - row) * TILE_M, flat_head - batch * p.num_heads_q, batch, true};
+  if (index >= (unsigned)p.num_tiles) return {0, 0, 0, END};
+  const int packs_per_batch = p.num_heads_q / cfg::PACK, packs = p.batch * packs_per_batch;
+  const int split = cfg::SPLIT ? index / (packs * p.num_m_blocks) : 0;
+  index -= split * packs * p.num_m_blocks;
+  const int section = index / (p.packs_per_section * p.num_m_blocks), first_pack = section * p.packs_per_section;
+  const int place = index - first_pack * p.num_m_blocks, width = min(p.packs_per_section, packs - first_pack);
+  const int row = place / width, pack = first_pack + place - row * width;
+  const int batch = pack / packs_per_batch;
+  return {(p.num_m_blocks - 1 - row) * TILE_QUERIES, (pack - batch * packs_per_batch) * cfg::PACK, batch, split};
 }
 
 // One thread: loads everything, for one output tile after another.
@@ -72,7 +99,7 @@ __device__ __forceinline__ void produce(const Params& p, Smem& smem) {
   unsigned index = blockIdx.x, round = 0;
   while (true) {
     const Work work = find_work(p, index);
-    const TileRange range = work.valid ? kv_range(p, work.m0) : TileRange{};
+    const TileRange range = work.valid() ? tile_keys(p, work) : TileRange{};
     const int head_kv = work.head / p.qheads_per_kv;
 
     auto load_k = [&](int n) {
@@ -96,16 +123,16 @@ __device__ __forceinline__ void produce(const Params& p, Smem& smem) {
       mbarrier_wait(&smem.q_empty[q.index][w], q.parity ^ 1);
       smem.work[q.index][w] = work;
       if (range.begin == range.end) return mbarrier_arrive(full);
-      mbarrier_arrive_expect_tx(full, sizeof(smem.q[0][0]));
+      mbarrier_arrive_expect_tx(full, WG_USED_ROWS * D_CHUNKS * CHUNK_ROW_BYTES);
       for (int c = 0; c < D_CHUNKS; c++) {
-        tma_load_4d(smem.q[q.index][w][c], &p.tma_q, full, c * CHUNK, work.m0 + w * WG_ROWS, work.head, work.batch);
+        tma_load_4d(smem.q[q.index][w][c], &p.tma_q, full, c * CHUNK, work.m0 + w * WG_QUERIES, work.head, work.batch);
       }
     };
 
     if (range.begin < range.end) load_k(range.end - 1);
     for (int w = 0; w < CONSUMERS; w++) send_q(w);
     q.advance();
-    if (!work.valid) break;
+    if (!work.valid()) break;
     round++;
     index = cfg::DYNAMIC ? gridDim.x + atomicAdd(p.tile_counter, 1)
                          : round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);

@@ -36,30 +36,49 @@ __device__ __forceinline__ void transpose_quad(u32 (&x)[4], int lane) {
   }
 }
 
-// A warp's 16 rows of an accumulator (64, COLUMNS), each times its factor and rounded, straight from registers to
-// global memory, 16 bytes a lane and 64 a row: rows below `rows` (from the warp's first on) and columns below
-// `columns`.
+// A warp's 16 rows of an accumulator (64, COLUMNS), each times its factor, straight from registers to global memory:
+// columns below `columns` of the lane's rows row_gmem(0) and row_gmem(1), unless that is null. Rounded to 16-bit elements, 16 bytes a lane
+// and 64 a row at a time; or as floats, 8 bytes a lane and 32 a row.
+struct alignas(8) Pair { float first, second; };
+template <int COLUMNS, class Output, class RowGmem>
+__device__ __forceinline__ void store_rows(RowGmem row_gmem, int columns, const float (&acc_rmem)[COLUMNS / 2],
+                                           const float (&factor)[2], int lane) {
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    Output* const gmem = row_gmem(r);
+    auto value = [&](int j, int e) { return acc_rmem[4 * j + 2 * r + e] * factor[r]; };
+    if constexpr (sizeof(Output) == sizeof(float)) {
+#pragma unroll
+      for (int j = 0; j < COLUMNS / 8; j++) {
+        const int column = j * 8 + lane % 4 * 2;
+        if (gmem && column < columns) *reinterpret_cast<Pair*>(gmem + column) = {value(j, 0), value(j, 1)};
+      }
+    } else {
+#pragma unroll
+      for (int j0 = 0; j0 < COLUMNS / 8; j0 += 4) {
+        u32 x[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const int j = j0 + i < COLUMNS / 8 ? j0 + i : j0;  // past the last column: stored by no lane
+          x[i] = pack2<Output>(value(j, 0), value(j, 1));
+        }
+        transpose_quad(x, lane);
+        const int column = (j0 + lane % 4) * 8;
+        if (gmem && column < columns) st_global_v4(gmem + column, x);
+      }
+    }
+  }
+}
+// The same for rows at equal distances: those below `rows`, from the warp's first on.
 template <int COLUMNS, class Element>
 __device__ __forceinline__ void store_accumulator(Element* gmem, i64 row_stride, int rows, int columns,
                                                   const float (&acc_rmem)[COLUMNS / 2], const float (&factor)[2],
                                                   int lane) {
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
+  auto row_gmem = [&](int r) {
     const int row = lane / 4 + 8 * r;
-    Element* row_gmem = gmem + row * row_stride;
-#pragma unroll
-    for (int j0 = 0; j0 < COLUMNS / 8; j0 += 4) {
-      u32 x[4];
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const int j = j0 + i < COLUMNS / 8 ? j0 + i : j0;  // past the last column: stored by no lane
-        x[i] = pack2<Element>(acc_rmem[4 * j + 2 * r] * factor[r], acc_rmem[4 * j + 2 * r + 1] * factor[r]);
-      }
-      transpose_quad(x, lane);
-      const int column = (j0 + lane % 4) * 8;
-      if (row < rows && column < columns) st_global_v4(row_gmem + column, x);
-    }
-  }
+    return row < rows ? gmem + row * row_stride : nullptr;
+  };
+  store_rows<COLUMNS, Element>(row_gmem, columns, acc_rmem, factor, lane);
 }
 
 // The 16-byte unit `unit` of row `row` in a tile of `rows` rows.

@@ -138,7 +138,7 @@ class Explanation:
 def explain(problem: Problem, device: Device | None, families: tuple[str, ...] = FAMILIES) -> Explanation:
     """Explain a call on a GPU, or on NumPy if `device` is None."""
     tensors = [t for name, t in problem.tensors]
-    pairs = _visible_pairs(problem) * problem.batch * problem.num_heads_q
+    pairs = problem.visible_pairs * problem.batch * problem.num_heads_q
     d, dv = problem.head_dim, problem.head_dim_v
     plan = make_plan(problem, device, families) if device else None
     # Forward: q k^T and p v. Backward: q k^T again, dout v^T, p^T dout, ds k, ds^T q.
@@ -165,22 +165,6 @@ def _tile_bytes(problem: Problem, plan: Plan, pairs: int) -> int | None:
     if not problem.backward:
         return pairs // row.tile_m * columns * problem.dtype.itemsize
     return pairs // row.tile_n * (columns * problem.dtype.itemsize + 2 * problem.head_dim * 4)
-
-
-def _visible_pairs(problem: Problem) -> int:
-    """(query, key) pairs of one head that the mask leaves."""
-    seqlen_q, seqlen_k = problem.seqlen_q, problem.seqlen_k
-
-    def up_to(bound: int | None) -> int:
-        """Pairs of query i and key j <= i + bound."""
-        if bound is None:
-            return seqlen_q * seqlen_k
-        first, last = bound + 1, bound + seqlen_q  # keys of the first and the last query, were there so many
-        low, high = max(first, 1), min(last, seqlen_k)
-        return (low + high) * max(high - low + 1, 0) // 2 + seqlen_k * max(last - max(seqlen_k, first - 1), 0)
-
-    low, high = features.band(problem.on, seqlen_q, seqlen_k)
-    return up_to(high) - (0 if low is None else up_to(low - 1))
 
 
 def tile_row(launch: Launch) -> Row:

@@ -21,9 +21,11 @@ _CTYPES = {
 }
 
 
-def _tensor(name: str, heads: str, seqlen: str, dim: str, *, const: bool) -> tuple[Field, ...]:
+def _tensor(
+    name: str, heads: str, seqlen: str, dim: str, *, const: bool, element: str = "cfg::Element"
+) -> tuple[Field, ...]:
     return (
-        Field(name, "pointer", f"{'const ' * const}cfg::Element*", f"(batch, {seqlen}, {heads}, {dim})"),
+        Field(name, "pointer", f"{'const ' * const}{element}*", f"(batch, {seqlen}, {heads}, {dim})"),
         Field(f"{name}_stride", "i64", "long long", "elements: batch, seqlen, head, head_dim", 4),
     )
 
@@ -61,14 +63,18 @@ _SIZES = tuple(
         ("num_n_blocks", "tiles along seqlen_k"),
     )
 )
-_FORWARD = (
+_LSE_OUT = Field("lse", "pointer", "{real}*", f"{_ROWS}, contiguous, natural log; null: not wanted")
+_FORWARD = (*_Q, *_K, *_V, *_tensor("o", *_O, const=False), _LSE_OUT, *_SCALE, *_SIZES)
+# Where keys are split, o and lse have a batch for every part and batch.
+_SPLIT_FORWARD = (
     *_Q,
     *_K,
     *_V,
-    *_tensor("o", *_O, const=False),
-    Field("lse", "pointer", "{real}*", f"{_ROWS}, contiguous, natural log; null: not wanted"),
+    *_tensor("o", *_O, const=False, element="cfg::Output"),
+    _LSE_OUT,
     *_SCALE,
     *_SIZES,
+    Field("num_splits", "i32", "int", "parts of the keys; SPLIT"),
 )
 _BACKWARD = (
     *_Q,
@@ -101,14 +107,22 @@ TABLES: dict[str, tuple[Field, ...]] = {
     "fwd_simt": _FORWARD + features.FIELDS,
     "fwd_sm80": _FORWARD + features.FIELDS,
     "fwd_sm90": (
-        _map("q", "64 x 64"),
+        _map("q", "64 x rows of a head x PACK"),
         _map("k", "64 x TILE_N"),
         _map("v", "64 x TILE_N"),
-        *_FORWARD,
+        *_SPLIT_FORWARD,
         Field("tile_counter", "pointer", "int*", "(2,) output tiles and CTAs done, zero at launch, left zero; DYNAMIC"),
-        Field("heads_per_section", "i32", "int", "heads whose k and v share L2: the inner loop of the tile order"),
-        Field("num_tiles", "i32", "int", "output tiles in all"),
+        Field("packs_per_section", "i32", "int", "packs of heads whose k and v share L2: the tile order's inner loop"),
+        Field("num_tiles", "i32", "int", "output tiles in all, of every split"),
         *features.FIELDS,
+    ),
+    "combine": (
+        *_tensor("o", *_O, const=False),
+        _LSE_OUT,
+        Field("o_partial", "pointer", "const float*", "(num_splits, batch, num_heads_q, seqlen_q, head_dim_v)"),
+        Field("lse_partial", "pointer", "const float*", "(num_splits, batch, num_heads_q, seqlen_q), natural log"),
+        *_SIZES,
+        Field("num_splits", "i32", "int", "parts of the keys"),
     ),
     "bwd_simt": _BACKWARD + features.FIELDS,
     "bwd_sm80": _BACKWARD + features.FIELDS,

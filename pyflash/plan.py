@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from . import features, params
@@ -14,14 +14,20 @@ from .tiles import FAMILIES, KERNELS, Kernel, Row
 
 _WORKSPACE_ALIGNMENT = 256
 _MAX_GRID = 2**31 - 1
+_WG_ROWS = 64  # rows of a warpgroup
+# For estimates: what a multiprocessor of Hopper does a second, and what the start and the end of an output tile and
+# another launch take.
+_SM_FLOPS, _SM_BANDWIDTH, _TILE_SECONDS, _COMBINE_SECONDS = 5e12, 30e9, 2.5e-6, 4e-6
+# Where a forward that splits keys leaves the parts' results.
+_PARTIAL = {"o": "o_partial", "lse": "lse_partial"}
 
 
 @dataclass(frozen=True)
 class TensorMap:
-    """A tensor as TMA sees it: (head_dim, seqlen, head, batch) cut into boxes of `box` (columns, rows)."""
+    """A tensor as TMA sees it: (head_dim, seqlen, head, batch) cut into boxes of `box` (columns, rows[, heads])."""
 
     array: str
-    box: tuple[int, int]
+    box: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -70,8 +76,8 @@ def _padded(problem: Problem, kernel: Kernel) -> tuple[int, int]:
     return tuple(_cdiv(d, kernel.pad) * kernel.pad for d in (problem.head_dim, problem.head_dim_v))
 
 
-def _row(problem: Problem, kernel: Kernel, device: Device) -> Row | None:
-    """The first row that serves the problem and fits the device."""
+def _rows(problem: Problem, kernel: Kernel, device: Device) -> Iterator[Row]:
+    """The rows that serve the problem and fit the device."""
     dims = _padded(problem, kernel)
     for row in kernel.rows:
         if (
@@ -82,8 +88,12 @@ def _row(problem: Problem, kernel: Kernel, device: Device) -> Row | None:
             and row.min_smem <= device.smem_bytes
             and kernel.smem_bytes(row, *dims, problem.dtype.itemsize) <= device.smem_bytes
         ):
-            return row
-    return None
+            yield row
+
+
+def _row(problem: Problem, kernel: Kernel, device: Device) -> Row | None:
+    """The first of them."""
+    return next(_rows(problem, kernel, device), None)
 
 
 def _tma_obstacle(problem: Problem) -> str | None:
@@ -187,12 +197,13 @@ def _launch(
     config: dict[str, object] | None = None,
     values: dict[str, object] | None = None,
     tensor_maps: dict[str, TensorMap] | None = None,
+    row: Row | None = None,
     overlaps: bool = False,
 ) -> Launch:
     """A launch of kernel `name` over `arrays` (given with their strides) and `pointers` (contiguous by contract), given
-    as names, or as pairs of the argument's and the array's."""
+    as names, or as pairs of the argument's and the array's; in tiles of `row`, or of the first that serves."""
     kernel = KERNELS[name]
-    row = _row(problem, kernel, device)
+    row = row or _row(problem, kernel, device)
     if row is None:
         raise Unsupported(f"{name} has no tile for {problem} on {device.name}")
     constants = {**_config(problem, name, row, arrays), **(config or {})}
@@ -270,7 +281,7 @@ def _section_bytes(group_bytes: int) -> int:
 
 
 def _heads_per_section(problem: Problem) -> int:
-    """How many query heads have their tiles ordered together, longest first: those whose k and v share L2."""
+    """How many heads of q have their tiles ordered together, longest first: those whose k and v share L2."""
     if not problem.banded:
         return 1  # all tiles are equally long: those of one head follow each other
     groups = problem.batch * problem.num_heads_kv
@@ -279,27 +290,114 @@ def _heads_per_section(problem: Problem) -> int:
     return _cdiv(groups, sections) * problem.qheads_per_kv
 
 
-def _forward_sm90(problem: Problem, device: Device, notes: tuple[str, ...]) -> Plan:
+@dataclass(frozen=True)
+class _Tiling:
+    """How Hopper's forward is cut into output tiles."""
+
+    row: Row
+    pack: int  # query heads that share k and v and have rows in one tile
+    num_m_blocks: int
+    query_tiles: int
+    splits: int  # parts of the keys
+    seconds: float  # a rough estimate
+
+    @property
+    def tiles(self) -> int:
+        return self.query_tiles * self.splits
+
+
+def _tilings(problem: Problem, device: Device) -> Iterator[_Tiling]:
+    """Those that serve the problem, from the one that is best where there are many tiles."""
+    first, *others = _rows(problem, KERNELS["fwd_sm90"], device)
+    dims, heads = problem.head_dim + problem.head_dim_v, problem.batch * problem.num_heads_q
+    partial_bytes = heads * problem.seqlen_q * problem.head_dim_v * 4
+    low, high = features.band(problem.on, problem.seqlen_q, problem.seqlen_k)
+    for row in (first, *(row for row in others if row.head_dim == first.head_dim)):
+        # Key tiles of the longest walk, and of the mean one.
+        window = problem.seqlen_k if low is None or high is None else high - low + row.tile_m
+        longest = min(window, problem.seqlen_k) / row.tile_n
+        mean = problem.visible_pairs / max(problem.seqlen_q, 1) / row.tile_n
+        key_tile_seconds = 2 * row.tile_m * row.tile_n * dims / _SM_FLOPS
+        packs = 1 if row.whole else min(problem.qheads_per_kv, _WG_ROWS)
+        for pack in (n for n in range(1, packs + 1) if problem.qheads_per_kv % n == 0):
+            num_m_blocks = _cdiv(problem.seqlen_q, row.tile_m // _WG_ROWS * (_WG_ROWS // pack))
+            query_tiles = num_m_blocks * heads // pack
+            most_splits = 1
+            if not row.whole and 0 < query_tiles < device.sm_count:
+                most_splits = max(min(int(longest), 4 * device.sm_count // query_tiles), 1)
+            for splits in range(1, most_splits + 1):
+                waves = _cdiv(query_tiles * splits, device.sm_count)
+                walk = max(longest, waves * mean) / splits
+                seconds = walk * key_tile_seconds + waves * _TILE_SECONDS
+                if splits > 1:
+                    seconds += _COMBINE_SECONDS + 2 * splits * partial_bytes / (device.sm_count * _SM_BANDWIDTH)
+                yield _Tiling(row, pack, num_m_blocks, query_tiles, splits, seconds)
+
+
+def _tiling(problem: Problem, device: Device) -> _Tiling:
+    """The first, unless another promises to be clearly faster."""
+    tilings = list(_tilings(problem, device))
+    fastest = min(tilings, key=lambda tiling: tiling.seconds)
+    return tilings[0] if tilings[0].seconds <= 1.1 * fastest.seconds else fastest
+
+
+def _combine(problem: Problem, device: Device, splits: int) -> Launch:
+    """What makes o and lse of those of the parts."""
     tensors = dict(problem.tensors)
-    row = _row(problem, KERNELS["fwd_sm90"], device)
-    tiles = _cdiv(problem.seqlen_q, row.tile_m) * problem.num_heads_q * problem.batch
-    if tiles + device.sm_count > _MAX_GRID:
-        raise Unsupported(f"fwd_sm90 would have {tiles} output tiles for {problem}; it counts to {_MAX_GRID}")
-    launch = _launch(
+    rows = problem.batch * problem.num_heads_q * problem.seqlen_q
+    return _launch(
+        problem,
+        device,
+        "combine",
+        {"o": tensors["o"]},
+        ("lse",) * ("lse" in tensors) + tuple(_PARTIAL.values()),
+        lambda _: _cdiv(rows, _row(problem, KERNELS["combine"], device).tile_m),
+        values={"num_splits": splits},
+    )
+
+
+def _forward_sm90(problem: Problem, device: Device, notes: tuple[str, ...]) -> Plan:
+    tensors, tiling = dict(problem.tensors), _tiling(problem, device)
+    row, pack, splits, split = tiling.row, tiling.pack, tiling.splits, tiling.splits > 1
+    if tiling.tiles + device.sm_count > _MAX_GRID:
+        raise Unsupported(f"fwd_sm90 would have {tiling.tiles} output tiles for {problem}; it counts to {_MAX_GRID}")
+    if pack > 1:
+        notes += (f"tiles hold rows of {pack} query heads: those of one fill fewer",)
+    if split:
+        notes += (f"keys are split in {splits}, results merged: {tiling.query_tiles} query tiles leave the GPU idle",)
+    arrays, pointers, values = {name: tensors[name] for name in "qkv"}, ("lse",) * ("lse" in tensors), {}
+    if split:  # one output for each part, one behind the other like batches
+        heads, seqlen, dim = problem.num_heads_q, problem.seqlen_q, problem.head_dim_v
+        pointers, values = tuple(_PARTIAL.items()), {"o_stride": (heads * seqlen * dim, dim, seqlen * dim, 1)}
+    else:
+        arrays["o"] = tensors["o"]
+    main = _launch(
         problem,
         device,
         "fwd_sm90",
-        {name: tensors[name] for name in ("q", "k", "v", "o")},
-        ("lse",) * ("lse" in tensors) + ("tile_counter",) * dict(row.knobs)["DYNAMIC"],
-        lambda n: min(device.sm_count, tiles),
-        values={"num_tiles": tiles, "heads_per_section": _heads_per_section(problem)},
-        tensor_maps={
-            "tma_q": TensorMap("q", (64, 64)),
+        arrays,
+        pointers + ("tile_counter",) * dict(row.knobs)["DYNAMIC"],
+        lambda n: min(device.sm_count, tiling.tiles),
+        {"PACK": pack, "SPLIT": split, "Output": "float" if split else problem.dtype.element},
+        {
+            **values,
+            "num_m_blocks": tiling.num_m_blocks,
+            "num_tiles": tiling.tiles,
+            "packs_per_section": max(_heads_per_section(problem) // pack, 1),
+            "num_splits": splits,
+        },
+        {
+            "tma_q": TensorMap("q", (64, _WG_ROWS // pack, pack)),
             "tma_k": TensorMap("k", (64, row.tile_n)),
             "tma_v": TensorMap("v", (64, row.tile_n)),
         },
+        row,
     )
-    return _finish(problem, "sm90", [launch], {}, notes)
+    if not split:
+        return _finish(problem, "sm90", [main], {}, notes)
+    rows = splits * problem.batch * problem.num_heads_q * problem.seqlen_q
+    workspace = {_PARTIAL["o"]: rows * problem.head_dim_v * 4, _PARTIAL["lse"]: rows * 4}
+    return _finish(problem, "sm90", [main, _combine(problem, device, splits)], workspace, notes)
 
 
 @dataclass(frozen=True)

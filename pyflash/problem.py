@@ -111,6 +111,22 @@ class Problem:
         """Whether what a query sees depends on its position."""
         return features.band(self.on, 0, 0) != (None, None)
 
+    @property
+    def visible_pairs(self) -> int:
+        """(query, key) pairs of one head that the features leave by position."""
+
+        def up_to(bound: int | None) -> int:
+            """Pairs of query i and key j <= i + bound."""
+            if bound is None:
+                return self.seqlen_q * self.seqlen_k
+            first, last = bound + 1, bound + self.seqlen_q  # keys of the first and the last query, were there so many
+            low, high = max(first, 1), min(last, self.seqlen_k)
+            beyond = last - max(self.seqlen_k, first - 1)
+            return (low + high) * max(high - low + 1, 0) // 2 + self.seqlen_k * max(beyond, 0)
+
+        low, high = features.band(self.on, self.seqlen_q, self.seqlen_k)
+        return up_to(high) - (0 if low is None else up_to(low - 1))
+
     def option(self, name: str) -> object:
         return dict(self.options).get(name)
 

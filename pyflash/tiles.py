@@ -23,6 +23,7 @@ class Row:
     causal: bool | None = None  # serves only problems with causal or window (or only those without)
     itemsize: int | None = None  # serves only elements of this many bytes
     min_seqlen_q: int = 0  # serves only problems with at least this many queries
+    whole: bool = False  # serves neither tiles of several heads nor parts of the keys: their registers would not fit
     min_smem: int = 0  # serves only devices that give a CTA this many bytes: where min_ctas CTAs need more than one's
 
 
@@ -134,6 +135,7 @@ def _fwd_sm90(
     pass_early: int = 0,
     min_seqlen_q: int = 0,
     only_causal: bool | None = None,
+    whole: bool = False,
 ) -> tuple[Row, ...]:
     """One warpgroup loads; those that compute 64 rows each share the other registers. Causal tiles differ in length, so
     they are handed out as CTAs get free. `early`: scores of the next output tile beside the last step of this one;
@@ -150,7 +152,9 @@ def _fwd_sm90(
             "CONSUMER_REGS": consumer,
         }
         threads = 128 * (1 + tile_m // 64)
-        row = Row(head_dim, tile_m, tile_n, threads, stages, 1, why, tuple(knobs.items()), causal, None, min_seqlen_q)
+        row = Row(
+            head_dim, tile_m, tile_n, threads, stages, 1, why, tuple(knobs.items()), causal, None, min_seqlen_q, whole
+        )
         rows.append(row)
     return tuple(rows)
 
@@ -223,9 +227,10 @@ KERNELS: dict[str, Kernel] = {
         pad=16,
         smem_bytes=_fwd_sm90_smem,
         rows=(
-            *_fwd_sm90(64, 256, 64, 4, 2, _FOUR_WARPGROUPS, min_seqlen_q=129),
+            *_fwd_sm90(64, 256, 64, 4, 2, _FOUR_WARPGROUPS, min_seqlen_q=129, whole=True),
             *_fwd_sm90(64, 128, 128, 2, 2, "no more rows than queries: at 128 +20 % full, +15 % causal"),
-            *_fwd_sm90(80, 192, 112, 2, 1, "three warpgroups: 128 x 128 -11 % full, -8 % causal at 4k"),
+            *_fwd_sm90(80, 192, 112, 2, 1, "three warpgroups: 128 x 128 -11 % full, -8 % causal at 4k", whole=True),
+            *_fwd_sm90(80, 128, 128, 2, 2, "for parts of the keys or several heads in a tile, and where tiles are few"),
             *_fwd_sm90(
                 96, 192, 96, 2, 2, "three warpgroups: 128 x 128 -11 % full, -2 % causal at 4k", min_seqlen_q=2048
             ),
@@ -364,6 +369,14 @@ KERNELS: dict[str, Kernel] = {
         pad=16,
         smem_bytes=_no_smem,
         rows=(Row(256, 1024, 1, 256, 1, 2, "four elements a thread"),),
+    ),
+    "combine": Kernel(
+        dtypes=_HALF,
+        min_capability=(9, 0),
+        only_capability=None,
+        pad=16,
+        smem_bytes=_no_smem,
+        rows=tuple(_rows(head_dim, 256 * 8 // head_dim, 2) for head_dim in (64, 128, 256)),
     ),
     "bwd_convert": Kernel(
         dtypes=_HALF,

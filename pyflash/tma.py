@@ -18,11 +18,11 @@ _SWIZZLES = {32: 1, 64: 2, 128: 3}
 _L2_PROMOTION_256B = 3
 
 
-def encode(tensor: Tensor, box: tuple[int, int], address: int, into: int) -> None:
+def encode(tensor: Tensor, box: tuple[int, ...], address: int, into: int) -> None:
     """Write the map of a (batch, seqlen, heads, head_dim) tensor to the 64-byte aligned host address `into`.
 
-    Its dimensions are (head_dim, seqlen, head, batch), its box is `box` = (columns, rows), swizzled by the width of a
-    box's row. What a box covers beyond the tensor reads as zero and is not written.
+    Its dimensions are (head_dim, seqlen, head, batch), its box is `box` = (columns, rows) or (columns, rows, heads),
+    swizzled by the width of a box's row. What a box covers beyond the tensor reads as zero and is not written.
     """
     batch, seqlen, heads, head_dim = tensor.shape
     itemsize = DTYPES[tensor.dtype].itemsize
@@ -40,7 +40,7 @@ def encode(tensor: Tensor, box: tuple[int, int], address: int, into: int) -> Non
         ctypes.c_void_p(address),
         (ctypes.c_uint64 * 4)(*extents),
         (ctypes.c_uint64 * 3)(*strides),
-        (ctypes.c_uint32 * 4)(*box, 1, 1),
+        (ctypes.c_uint32 * 4)(*(*box, 1, 1)[:4]),
         (ctypes.c_uint32 * 4)(1, 1, 1, 1),
         0,
         _SWIZZLES[box[0] * itemsize],
@@ -51,7 +51,7 @@ def encode(tensor: Tensor, box: tuple[int, int], address: int, into: int) -> Non
         raise LaunchError(f"cuTensorMapEncodeTiled returned {status} for {tensor} with box {box}")
 
 
-def address_word(tensor: Tensor, box: tuple[int, int]) -> int | None:
+def address_word(tensor: Tensor, box: tuple[int, ...]) -> int | None:
     """Which 64-bit word of a map is its tensor's address, and nothing else depends on it; None if no word is.
 
     The layout is the driver's secret, so it is asked: maps of the same tensor at other addresses must differ in one

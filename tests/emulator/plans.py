@@ -46,12 +46,12 @@ def build(launches: Iterable[Launch]) -> None:
             pool.submit(_built, *program)
 
 
-def _tensor_map(array: np.ndarray, pointer: int, box: tuple[int, int]) -> bytes:
+def _tensor_map(array: np.ndarray, pointer: int, box: tuple[int, ...]) -> bytes:
     """A tensor map as runtime/bulk.cpp reads it, held to the rules of cuTensorMapEncodeTiled."""
     batch, seqlen, heads, head_dim = array.shape
     strides = [array.strides[i] for i in (3, 1, 2, 0)]
     extents = (head_dim, seqlen, heads, batch)
-    boxes = (*box, 1, 1)
+    boxes = (*box, 1, 1)[:4]
     legal = (
         pointer % TMA_ALIGNMENT == 0
         and strides[0] == array.itemsize
