@@ -23,7 +23,7 @@ class Row:
     causal: bool | None = None  # serves only problems with causal or window (or only those without)
     itemsize: int | None = None  # serves only elements of this many bytes
     min_seqlen_q: int = 0  # serves only problems with at least this many queries
-    whole: bool = False  # serves neither tiles of several heads nor parts of the keys: their registers would not fit
+    whole: bool = False  # serves neither tiles of several heads nor parts of the keys: made for many long tiles
     min_smem: int = 0  # serves only devices that give a CTA this many bytes: where min_ctas CTAs need more than one's
 
 
@@ -232,11 +232,22 @@ KERNELS: dict[str, Kernel] = {
             *_fwd_sm90(80, 192, 112, 2, 1, "three warpgroups: 128 x 128 -11 % full, -8 % causal at 4k", whole=True),
             *_fwd_sm90(80, 128, 128, 2, 2, "for parts of the keys or several heads in a tile, and where tiles are few"),
             *_fwd_sm90(
-                96, 192, 96, 2, 2, "three warpgroups: 128 x 128 -11 % full, -2 % causal at 4k", min_seqlen_q=2048
+                96,
+                192,
+                96,
+                2,
+                2,
+                "three warpgroups: 128 x 128 -11 % full, -2 % causal at 4k",
+                min_seqlen_q=2048,
+                whole=True,
             ),
             *_fwd_sm90(96, 128, 128, 2, 2, "less of a tile is idle: 192 x 96 -1 % full, -3 % causal at 1k"),
-            *_fwd_sm90(128, 192, 80, 2, 2, _THREE_WARPGROUPS, pass_early=2, min_seqlen_q=4096, only_causal=False),
-            *_fwd_sm90(128, 192, 80, 2, 2, _THREE_WARPGROUPS, pass_early=2, min_seqlen_q=16384, only_causal=True),
+            *_fwd_sm90(
+                128, 192, 80, 2, 2, _THREE_WARPGROUPS, pass_early=2, min_seqlen_q=4096, only_causal=False, whole=True
+            ),
+            *_fwd_sm90(
+                128, 192, 80, 2, 2, _THREE_WARPGROUPS, pass_early=2, min_seqlen_q=16384, only_causal=True, whole=True
+            ),
             *_fwd_sm90(
                 128,
                 128,
@@ -250,7 +261,16 @@ KERNELS: dict[str, Kernel] = {
             *_fwd_sm90(192, 128, 128, 2, 1, "head_dim_v up to 128; 112 or 96 keys -1 to -8 %"),
             *_fwd_sm90(192, 128, 96, 2, 1, "112 keys -3 % at 1k, equal from 4k on"),
             *_fwd_sm90(
-                256, 128, 80, 2, 1, "the most keys that fit beside q", early=False, min_seqlen_q=4096, only_causal=False
+                256,
+                128,
+                80,
+                2,
+                1,
+                "the most keys that fit beside q",
+                early=False,
+                min_seqlen_q=4096,
+                only_causal=False,
+                whole=True,
             ),
             *_fwd_sm90(
                 256,

@@ -68,15 +68,23 @@ def _seqlens(family: str) -> list[int]:
     return sorted({64, *(row.min_seqlen_q for kernel in kernels for row in kernel.rows)} - {0})
 
 
+def _sizes(family: str) -> list[dict[str, int]]:
+    """Many query tiles in each row; few, with many keys; many and few of groups of heads with few queries each."""
+    many = [{"batch": 64, "seqlen_q": seqlen} for seqlen in _seqlens(family)]
+    if family != "sm90":
+        return many
+    group = {"seqlen_q": 9, "heads": 7, "heads_kv": 1}
+    return [*many, {"seqlen_q": 64, "seqlen_k": 8000}, {"batch": 200, **group}, {"seqlen_k": 8000, **group}]
+
+
 def _problems(family: str) -> Iterable[Problem]:
     dtypes = sorted({d for name in (f"fwd_{family}", f"bwd_{family}") if name in KERNELS for d in KERNELS[name].dtypes})
-    for (dim, dim_v), dtype, options, narrow, scale, seqlen in itertools.product(
-        _head_dims(family), dtypes, OPTIONS, (False, True), (None, -1.0), _seqlens(family)
+    for (dim, dim_v), dtype, options, narrow, scale, sizes in itertools.product(
+        _head_dims(family), dtypes, OPTIONS, (False, True), (None, -1.0), _sizes(family)
     ):
         if options not in OPTIONS[:2] and (narrow or scale or dim != dim_v):
             continue
-        call = {"head_dim": dim, "head_dim_v": dim_v, "dtype": dtype, "softmax_scale": scale, "seqlen_q": seqlen}
-        call |= options
+        call = {"head_dim": dim, "head_dim_v": dim_v, "dtype": dtype, "softmax_scale": scale, **sizes, **options}
         yield example(**call, narrow=("q", "k", "v", "o") if narrow else ())
         inputs = ("q", "k", "v", "dout", "o") if narrow else ()
         for deterministic in (False, True):
@@ -86,10 +94,11 @@ def _problems(family: str) -> Iterable[Problem]:
 def _variant(launch: Launch, device: Device, problem: Problem) -> Variant:
     cfg = dict(launch.config)
     flags = [name for name, value in cfg.items() if value is True]
+    flags += [f"pack_{value}" for name, value in cfg.items() if name == "PACK" and value > 1]
     dims = f"{cfg['TILE_D']}x{cfg['TILE_DV']}"
     tile = f"{cfg['TILE_M']}x{cfg['TILE_N']}"
     name = f"{launch.kernel}-sm{device.arch}-{cfg['Element']}-{tile}-d{dims}-{'-'.join(flags).lower()}"
-    features = [(name, value) for name, value in cfg.items() if isinstance(value, bool) or name == "Element"]
+    features = [(name, value) for name, value in cfg.items() if isinstance(value, bool) or name in ("Element", "PACK")]
     order = (problem.head_dim > problem.head_dim_v) - (problem.head_dim < problem.head_dim_v)
     traits = frozenset((*features, ("arch", device.arch), ("head_dim to head_dim_v", order)))
     return Variant(launch, device, problem, name, (launch.kernel, tile_row(launch)), traits)

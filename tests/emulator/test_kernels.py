@@ -17,6 +17,7 @@ from assert_close import assert_attention, assert_gradients
 from cases import CASES, CAUSAL, LAYOUTS, Case, cases
 from hypothesis import HealthCheck, given, settings
 from problems import device_of
+from tilings import TILINGS, tiled
 
 from pyflash import features, reference
 from pyflash.errors import Unsupported
@@ -215,6 +216,38 @@ def test_queries_that_do_not_see_a_key_have_no_influence(family, head_dim, array
         assert np.array_equal(np.isfinite(result), np.isfinite(right)), name
         seen = np.isfinite(right)
         np.testing.assert_allclose(result[seen], right[seen], tolerance, tolerance, err_msg=name)
+
+
+def tiled_plan(case: Case, tiling: dict[str, int]) -> Plan:
+    problem = plans.make_problem(inputs(case, "forward"), softmax_scale=case.softmax_scale, options=dict(case.options))
+    with tiled(**tiling):
+        return plan_launches(problem, device_of((9, 0)), ("sm90",))
+
+
+@pytest.mark.parametrize("tiled_case", TILINGS)
+def test_tilings(tiled_case):
+    """Several heads in a tile, keys in parts: right, and the same bits whatever the timing."""
+    case, tiling = TILINGS[tiled_case]
+    case = dataclasses.replace(case, dtype=KERNELS["fwd_sm90"].dtypes[len(tiled_case) % 2])
+    plan, arrays = tiled_plan(case, tiling), inputs(case, "forward")
+    plans.build(plan.launches)
+    first = plans.run_plan(plan, arrays)
+    check(case, arrays, first)
+    for seed in (1, 2):
+        assert_same_bits(first, plans.run_plan(plan, arrays, seed=seed, resident=2, shuffled=True))
+
+
+@pytest.mark.parametrize("garbage", [np.nan, np.inf])
+@pytest.mark.parametrize("tiling", [{"pack": 7, "splits": 1}, {"pack": 1, "splits": 3}, {"pack": 7, "splits": 3}])
+def test_hidden_keys_have_no_influence_in_any_tiling(tiling, garbage):
+    case = Case(1, 70, 400, 7, 1, 64, 64, "float16", options=CAUSAL)
+    arrays = {name: array.copy() for name, array in inputs(case, "forward").items()}
+    arrays["v"][0, -50, 0, 3] = garbage
+    arrays["k"][0, -20, 0] = garbage
+    out, lse = reference.attention(*(arrays[name] for name in "qkv"), causal=True)
+    results = plans.run_plan(tiled_plan(case, tiling), arrays, seed=1)
+    for name, right in {"o": out, "lse": lse}.items():
+        np.testing.assert_allclose(results[name].astype(np.float64), right, 0.05, 0.05, err_msg=name)
 
 
 @pytest.mark.parametrize("family", [family for family, direction in DIRECTIONS if direction == "forward"])

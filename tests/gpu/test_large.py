@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import cache, partial
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import runs
 from cases import LARGE_CASES, numpy_dtype
 from runs import cp
+from tilings import tiled
 from variants import every
 
 import pyflash
@@ -151,7 +153,8 @@ def run_row(kernel: str, row: Row) -> tuple:
     dout = random((1, seqlen_q, 2, problem.head_dim_v), dtype, 3)
     options = {"causal": causal, "softmax_scale": problem.softmax_scale}
     family, backward = kernel.rpartition("_")[2], {"deterministic": problem.deterministic}
-    with debug.families(family, *(other for other in FAMILIES if other != family)):
+    tiling = tiled(row=row) if kernel == "fwd_sm90" else nullcontext()
+    with tiling, debug.families(family, *(other for other in FAMILIES if other != family)):
         plan = pyflash.explain(q, k, v, backward=kernel.startswith("bwd"), **backward, **options).plan
         assert row in map(tile_row, plan.launches)
         out, lse = pyflash.flash_attention(q, k, v, return_lse=True, **options)

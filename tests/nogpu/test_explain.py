@@ -40,6 +40,11 @@ def test_any_plan_can_be_explained(problem, gpu):
         assert note in text
 
 
+def test_split_keys_are_explained():
+    text = str(explain(example(batch=1, seqlen_q=1, seqlen_k=65536, heads=32, heads_kv=8), KNOWN["H200"]))
+    assert "keys are split in" in text and "rows of 4 query heads" in text and "combine: " in text
+
+
 @given(st.integers(0, 40), st.integers(0, 40), st.booleans())
 def test_visible_pairs(seqlen_q, seqlen_k, causal):
     problem = example(seqlen_q=max(seqlen_q, 1), seqlen_k=max(seqlen_k, 1), batch=2, heads=3, causal=causal)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -127,7 +128,7 @@ def test_every_argument_of_every_kernel_is_given(problem, device):
                 assert field.name in known or field.name not in values.keys() | arrays.keys()
             elif field.kind in ("i32", "real"):
                 assert field.name in values, f"{launch.kernel} is not told {field.name}"
-            elif field.name.endswith("_stride") and field.name in values:
+            elif field.name.endswith("_stride") and arrays.get(field.name.removesuffix("_stride")) in tensors:
                 assert values[field.name] == tensors[field.name.removesuffix("_stride")].strides
             elif field.kind == "tensor_map":
                 assert dict(launch.tensor_maps)[field.name].array in tensors
@@ -142,18 +143,21 @@ def test_workspace_is_in_proportion_to_the_arrays(problem, device):
     made = planned(problem, device)
     if made is None:
         return
+    slack = 256 * len(made.workspace)  # each piece starts on a multiple of 256 bytes
     if not problem.backward:
-        assert made.workspace_bytes == 0, "forward needs out and lse, and nothing else"
+        split = any(constants(launch).get("SPLIT") for launch in made.launches)
+        assert split or made.workspace_bytes == 0, "forward needs out and lse, and nothing else"
+        # Of the parts of the keys, o and lse: of four tiles of 128 rows a multiprocessor at most.
+        assert made.workspace_bytes <= 4 * device.sm_count * 128 * (problem.head_dim_v + 1) * 4 + slack
         return
     rows = problem.batch * problem.num_heads_q * problem.seqlen_q
-    slack = 256 * len(made.workspace)  # each piece starts on a multiple of 256 bytes
     # delta, the float32 sum of dq, and one number a query tile: nothing is padded to tiles.
     assert made.workspace_bytes <= rows * (8 + 4 + 4 * problem.head_dim) + slack
     if problem.head_dim >= 16:
         assert made.workspace_bytes <= 3 * nbytes(problem, "q") + slack
 
 
-@given(problems(backward=True), devices)
+@given(problems(), devices)
 def test_pieces_of_the_workspace_do_not_overlap(problem, device):
     made = planned(problem, device)
     if made is None:
@@ -163,6 +167,55 @@ def test_pieces_of_the_workspace_do_not_overlap(problem, device):
         assert piece.offset >= end and piece.offset % 256 == 0
         end = piece.offset + piece.nbytes
     assert made.workspace_bytes == end
+
+
+@settings(max_examples=300)
+@given(problems(backward=False, dtype="float16"))
+def test_tiles_of_hoppers_forward_hold_every_row_and_every_key(problem):
+    made = planned(problem, KNOWN["H200"])
+    if made is None or made.family != "sm90" or not made.launches:
+        return
+    main, *others = made.launches
+    cfg, values = constants(main), dict(main.values)
+    pack, splits, warpgroups = cfg["PACK"], values["num_splits"], cfg["TILE_M"] // 64
+    queries = warpgroups * (64 // pack)
+    assert problem.qheads_per_kv % pack == 0, "heads of a tile share k and v"
+    assert (values["num_m_blocks"] - 1) * queries < problem.seqlen_q <= values["num_m_blocks"] * queries
+    heads = problem.batch * problem.num_heads_q
+    assert values["num_tiles"] * pack == values["num_m_blocks"] * heads * splits
+    assert values["packs_per_section"] >= 1
+    assert dict(main.tensor_maps)["tma_q"].box == (64, 64 // pack, pack)
+    assert 1 <= splits <= max(1, -(-problem.seqlen_k // cfg["TILE_N"])), "no part is without a key tile"
+    assert cfg["SPLIT"] == (splits > 1) == bool(others) == bool(made.workspace)
+    assert [launch.kernel for launch in others] == ["combine"] * (splits > 1)
+    if splits > 1:
+        assert values["num_m_blocks"] * heads // pack < KNOWN["H200"].sm_count, "there were multiprocessors to spare"
+        assert cfg["Output"] == "float" and dict(main.arrays)["o"] == "o_partial"
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_few_queries_with_many_keys_keep_the_gpu_busy(causal):
+    for sizes in ({"seqlen_q": 128, "heads": 8}, {"seqlen_q": 1, "heads": 32, "heads_kv": 8}, {"heads": 1}):
+        made = plan(example(batch=1, seqlen_k=32768, causal=causal, **{"seqlen_q": 64, **sizes}), KNOWN["H200"])
+        assert [launch.kernel for launch in made.launches] == ["fwd_sm90", "combine"]
+        assert made.launches[0].grid >= 0.9 * KNOWN["H200"].sm_count
+        assert any("keys are split" in note for note in made.notes)
+
+
+def test_queries_of_several_heads_fill_a_tile():
+    made = plan(example(batch=64, seqlen_q=9, seqlen_k=4096, heads=28, heads_kv=4), KNOWN["H200"])
+    assert constants(made.launches[0])["PACK"] == 7
+    assert any("7 query heads" in note for note in made.notes)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+def test_many_long_sequences_are_neither_split_nor_packed(head_dim):
+    for seqlen, causal in itertools.product((512, 2048, 16384), (False, True)):
+        made = plan(
+            example(batch=4, seqlen_q=seqlen, heads=64, heads_kv=8, head_dim=head_dim, causal=causal), KNOWN["H200"]
+        )
+        assert len(made.launches) == 1
+        assert constants(made.launches[0])["PACK"] == 1
 
 
 @given(problems(), devices)
