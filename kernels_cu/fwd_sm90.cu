@@ -1,7 +1,7 @@
 // Forward attention on Hopper with wgmma, TMA and warp specialisation:  o = softmax(q kT) v,  lse = log(sum(exp(s))).
 //
-// A CTA stays on its multiprocessor and takes output tiles of TILE_M query rows of one head in turn. One thread of
-// warpgroup 0 loads; each other warpgroup computes 64 rows of the tile, walking the visible keys in tiles of TILE_N.
+// A CTA stays on its multiprocessor and takes output tiles of TILE_M query rows in turn. One thread of warpgroup 0
+// loads; each other warpgroup computes 64 rows of the tile, walking the visible keys in tiles of TILE_N.
 // Scores and output are accumulators in registers; the probabilities stay in registers too, as operand a of the second
 // product. So nothing that is computed passes through shared memory, nor between warps.
 //
@@ -28,6 +28,13 @@
 // A hidden key has no influence whatever its v holds, but 0 * v is NaN where v is inf or NaN, and then so is a column
 // of o, in every row. So once an output tile, when its masked tiles have been multiplied, each lane looks through one
 // of its rows of o; if not all is finite, the warp computes its part of o anew without hidden keys (redo_output).
+//
+// An output tile is usually of one head. Where heads have few queries it has rows of PACK heads that share k and v, and
+// where there are few tiles and many keys there is one for each part of the keys (SPLIT), whose o and lse are left in
+// float32 for combine.cu to merge:
+//
+//     rows of a warpgroup   | head 0: WG_QUERIES queries | head 1: the same queries | ...   (TMA loads them as one box)
+//     keys of a query tile  | split 0                    | split 1                  | ...   (equally many key tiles)
 //
 // Shared memory (struct Smem): rings of Q_STAGES tiles of q and STAGES tiles of k and of v, each buffer with a "full"
 // mbarrier (bytes landed) and an "empty" one (an arrival from every warp that has read it).
