@@ -10,8 +10,8 @@
 //   bwd_sm90                |  barriers, k, v, q | walks  ...                |
 //   bwd_convert_sm90                                                      |  | dq |
 //
-// Each launch may start while the one before it ends, and waits for that (await_launches_before) before it looks at what
-// it has written. Where all keys are one tile (ALONE) dq is not summed, and the last launch is not needed.
+// Each launch may start while the one before it ends, and waits for that (await_launches_before) before it looks at
+// what it has written. Where all keys are one tile (ALONE) dq is not summed, and the last launch is not needed.
 //
 // Every product belongs to one warpgroup, and the warpgroups go through the steps one behind the other, joined only by
 // mbarriers: so while one waits or computes elements, the tensor cores work for the others. How warpgroups divide the

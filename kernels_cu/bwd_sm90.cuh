@@ -111,11 +111,11 @@ __device__ __forceinline__ const float* delta_of(const Params& p, int batch, int
 }
 
 // Queries that do not see a key have no influence on its dk and dv, but 0 * inf and 0 * NaN are NaN. So where there are
-// such queries and inf or NaN in their q or do (hardly ever), the tiles that the products sum over are made finite: what
-// sees a key has got its p or ds, by lse and delta, to be NaN anyway. Only p do then lacks something: add_nonfinite_to_dv.
+// such queries and inf or NaN in their q or do (hardly ever), the tiles that the products sum over are made finite. Of
+// a key that is seen, p or ds is NaN anyway, by lse and delta; only p do then lacks something (add_nonfinite_to_dv).
 
-// Whether the queries of a step must be made finite: some do not see all keys of the tile, and lse or delta is not finite
-// (or no key is seen, so that lse says nothing of q). A warp's question, of buffer `at`.
+// Whether the queries of a step must be made finite: some do not see all keys of the tile, and lse or delta is not
+// finite (or no key is seen, so that lse says nothing of q). A warp's question, of buffer `at`.
 template <class Smem>
 __device__ __forceinline__ bool must_be_made_finite(Smem& smem, const Work& tile, int m_block, int at, u32 parity,
                                                     int lane) {
@@ -163,10 +163,10 @@ __device__ __forceinline__ void await_as_warp(u64* barrier, u32 parity) {
 struct alignas(16) RowValues { float x[2][2]; };
 using TileValues = RowValues[TILE_M / 16][4];
 
-// One warp's work: brings lse or delta of every step's query rows to a ring in shared memory and, where some queries may
-// not see all keys, whether all are finite. `gmem(batch, head)` are a head's values, `stride` apart; rows that do not
-// exist have `none`; convert() makes of a value what is stored. await(stage) waits until a buffer is free, arrive(stage)
-// says that it is full.
+// One warp's work: brings lse or delta of every step's query rows to a ring in shared memory and, where some queries
+// may not see all keys, whether all are finite. `gmem(batch, head)` are a head's values, `stride` apart; rows that do
+// not exist have `none`; convert() makes of a value what is stored. await(stage) waits until a buffer is free,
+// arrive(stage) says that it is full.
 template <class Gmem, class Convert, class Await, class Arrive>
 __device__ __forceinline__ void produce_values(const Params& p, TileValues (&ring_smem)[STAGES],
                                                int (&nonfinite_smem)[STAGES], Gmem gmem, i64 stride, float none,
@@ -189,7 +189,7 @@ __device__ __forceinline__ void produce_values(const Params& p, TileValues (&rin
       ring_smem[stage.index][row / 16][row % 8 / 2].x[row / 8 % 2][row % 2] = convert(value[i]);
     }
     const bool nonfinite = HIDES_KEYS && __any_sync(~0u, zero != 0);
-    __syncwarp();
+    __syncwarp();  // so one lane may speak for all; racecheck does not know, and reports races
     if (lane == 0) {
       if (HIDES_KEYS) nonfinite_smem[stage.index] = nonfinite;
       arrive(stage.index);
@@ -349,8 +349,8 @@ __device__ __forceinline__ void store_ds(Element (&ds_smem)[CHUNKS][TILE_N][CHUN
 // dq_accum holds, for each batch and query head, seqlen_q * head_dim floats. Blocks of 64 whole rows lie in them one
 // after the other, each in the order of the accumulator of a (64, TILE_D) product: [column / 8][thread][4]. So every
 // add is 16 bytes wide and a warp's adds are contiguous. What is left over at the end of a head lies row by row, and so
-// does everything if the product is wider than head_dim. bwd_convert_sm90 reads it. Where all keys are one tile (ALONE),
-// there is no dq_accum: each product is dq as it is.
+// does everything if the product is wider than head_dim. bwd_convert_sm90 reads it. Where all keys are one
+// tile (ALONE) there is no dq_accum: each product is dq as it is.
 
 __device__ __forceinline__ bool in_fragment_order(const Params& p, int row) {
   return !cfg::RAGGED_D && row / CHUNK * CHUNK + CHUNK <= p.seqlen_q;
@@ -366,11 +366,20 @@ __device__ __forceinline__ i64 dq_offset(const Params& p, int row, int column) {
 template <int COLUMNS>
 __device__ __forceinline__ void add_dq(const Params& p, const float (&dq_rmem)[COLUMNS / 2], int batch, int head,
                                        int row0, int column0, int thread) {
-  if constexpr (cfg::ALONE) {
-    const int row = row0 + thread / WARP * 16;
-    Element* dq_gmem = p.dq + batch * p.dq_stride[0] + row * p.dq_stride[1] + head * p.dq_stride[2] + column0;
-    store_accumulator<COLUMNS>(dq_gmem, p.dq_stride[1], p.seqlen_q - row, p.head_dim - column0, dq_rmem,
-                               {p.softmax_scale, p.softmax_scale}, thread % WARP);
+  if constexpr (cfg::ALONE) {  // four bytes at a time: to trade columns for 16 would take more registers than there are
+    const int column = column0 + thread % 4 * 2;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const int row = row0 + thread / WARP * 16 + thread % WARP / 4 + 8 * r;
+      if (row >= p.seqlen_q) break;
+      Element* dq_gmem = p.dq + batch * p.dq_stride[0] + row * p.dq_stride[1] + head * p.dq_stride[2] + column;
+#pragma unroll
+      for (int j = 0; j < COLUMNS / 8; j++) {
+        const float* x = dq_rmem + 4 * j + 2 * r;
+        const u32 pair = pack2<Element>(x[0] * p.softmax_scale, x[1] * p.softmax_scale);
+        if (!cfg::RAGGED_D || column + 8 * j < p.head_dim) *reinterpret_cast<u32*>(dq_gmem + 8 * j) = pair;
+      }
+    }
     return;
   }
   const i64 first_row = ((i64)batch * p.num_heads_q + head) * p.seqlen_q + row0;

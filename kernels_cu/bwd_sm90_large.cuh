@@ -36,7 +36,7 @@ struct Smem {
   TileValues lse[STAGES], delta[STAGES];
   u64 k_full, k_checked, k_empty, v_full;  // v has the same "empty" barrier
   u64 q_full[STAGES], q_empty[STAGES], dout_full[STAGES], dout_empty[STAGES];  // lse comes with q, delta with do,
-  u64 values_full[STAGES];                                                     // if HIDES_KEYS: and before, for who loads these
+  u64 values_full[STAGES];  // and before them for who loads these, if HIDES_KEYS
   u64 p_full[P_BUFFERS], p_empty[P_BUFFERS], ds_full[DS_BUFFERS], ds_empty[DS_BUFFERS];
   int k_nonfinite, lse_nonfinite[STAGES], delta_nonfinite[STAGES], dout_made_finite[STAGES];
 };

@@ -38,7 +38,7 @@ struct Smem {
   TileValues lse[STAGES], delta[STAGES];
   u64 k_full, k_checked, k_empty, v_full, v_empty;
   u64 q_full[STAGES], dout_full[STAGES], empty[STAGES];  // lse and delta arrive with do
-  u64 values_full[STAGES];                               // if HIDES_KEYS: and before, for who loads do
+  u64 values_full[STAGES];                               // and before it for who loads do, if HIDES_KEYS
   u64 ds_full[DS_BUFFERS], ds_empty[DS_BUFFERS];
   int k_nonfinite, lse_nonfinite[STAGES], delta_nonfinite[STAGES], dout_made_finite[STAGES];
 };

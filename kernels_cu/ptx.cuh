@@ -157,8 +157,9 @@ __device__ __forceinline__ void red_release_add(int* flag, int x) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" :: "l"(flag), "r"(x) : "memory");
 }
 
-// 9.7.13.13 griddepcontrol: the next launch may start when all CTAs of this one have said so, if it is one that overlaps;
-// such a one then waits for the end of all launches before it, and sees what they wrote. Before sm_90 nothing overlaps.
+// 9.7.13.13 griddepcontrol: the next launch may start when all CTAs of this one have said so, if it is one that
+// overlaps; such a one then waits for the end of all launches before it, and sees what they wrote. Before sm_90 nothing
+// overlaps.
 __device__ __forceinline__ void let_next_launch_start() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
