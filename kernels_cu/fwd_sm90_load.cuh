@@ -66,14 +66,6 @@ __device__ __forceinline__ TileRange warpgroup_keys(const Params& p, const TileR
   if (m0 >= p.seqlen_q || own.begin >= own.end) own = {tile.begin, tile.begin, tile.begin, tile.begin};
   return own;
 }
-// How many tiles of the output tile's walk lie before the warpgroup's own, and behind it.
-__device__ __forceinline__ int tiles_before(const TileRange& tile, const TileRange& own) {
-  return tile.end - own.end;
-}
-__device__ __forceinline__ int tiles_behind(const TileRange& tile, const TileRange& own) {
-  return own.begin - tile.begin;
-}
-
 // Output tile number `index` in the order in which they are taken. All tiles' first parts of the keys come first. Packs
 // of heads are taken in sections whose k and v share L2; in a section the last query tiles come first, whose causal walk
 // is longest, so that short ones fill the end.
