@@ -138,7 +138,7 @@ bwd_sm80(const __grid_constant__ Params p) {
         const int thread = fresh_thread();
         if (loaded_nonfinite<TILE_M, TILE_D, NUM_THREADS>(smem.q[next.slot], thread) ||
             loaded_nonfinite<TILE_M, TILE_DV, NUM_THREADS>(smem.dout[next.slot], thread)) {
-          smem.nonfinite_at[next.slot] = i;
+          atomicMax(&smem.nonfinite_at[next.slot], i);
         }
       }
       named_barrier_sync(STEP, NUM_THREADS);
