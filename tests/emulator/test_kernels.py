@@ -113,8 +113,7 @@ def test_cases(family, direction, name):
     try:
         plan = plan_of(family, direction, case)
     except Unsupported as reason:
-        takes = all(kernel_of(family, direction) in features.BY_NAME[name].kernels for name, _ in case.options)
-        if family != "sm90" and takes:
+        if family != "sm90" and takes(family, direction, case):
             raise
         pytest.skip(str(reason))
     arrays = inputs(case, direction)
@@ -170,22 +169,40 @@ def test_deterministic_gradients(family):
         assert_same_bits(first, other)
 
 
+def takes(family: str, direction: str, case: Case) -> bool:
+    """Whether a family's kernel takes the features of a case."""
+    return all(kernel_of(family, direction) in features.BY_NAME[name].kernels for name, _ in case.options)
+
+
+HIDING = [
+    CAUSAL,
+    (("window", (40, 5)),),
+    (("window", (30, None)), ("softcap", 3.0)),
+    (("mask", "of batches and keys"),),
+    (("mask", "of every element"), ("bias", "of keys")),
+]
+
+
 @pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("seqlens", [(90, 100), (70, 150), (150, 250)])  # one key tile; two; full ones follow
+@pytest.mark.parametrize("options", HIDING, ids=lambda options: " ".join(name for name, _ in options))
 @pytest.mark.parametrize(("family", "direction"), DIRECTIONS)
-def test_hidden_keys_have_no_influence(family, direction, seqlens, garbage):
+def test_hidden_keys_have_no_influence(family, direction, options, seqlens, garbage):
     """Rows that do not see a key do not notice what it holds; those that do get what the reference gets."""
     dtype = KERNELS[kernel_of(family, direction)].dtypes[-1]
-    case = Case(1, *seqlens, 2, 1, 64, 64, dtype, options=CAUSAL)
+    case = Case(1, *seqlens, 2, 1, 64, 64, dtype, options=options)
+    if not takes(family, direction, case):
+        pytest.skip(f"{family} does not take it")
     arrays = {name: array.copy() for name, array in inputs(case, "backward").items()}
     arrays["v"][0, -50, 0, 3] = garbage
     arrays["k"][0, -20, 0] = garbage
     q, k, v, dout = (arrays[name] for name in ("q", "k", "v", "dout"))
-    out, lse = reference.attention(q, k, v, causal=True)
+    out, lse = reference.attention(q, k, v, **case.call)
     if direction == "forward":
-        expected, given = {"o": out, "lse": lse}, {"q": q, "k": k, "v": v}
+        expected, given = {"o": out, "lse": lse}, {"q": q, "k": k, "v": v, **case.feature_arrays()}
     else:
-        expected = dict(zip(("dq", "dk", "dv"), reference.attention_backward(dout, q, k, v, causal=True), strict=True))
+        gradients = reference.attention_backward(dout, q, k, v, **case.call, **case.returns)
+        expected = dict(zip(("dq", "dk", "dv", *(f"d{n}" for n in case.differentiated)), gradients, strict=True))
         given = {**arrays, "o": out.astype(q.dtype), "lse": lse.astype(case.lse_dtype)}
     results = plans.run_plan(plan_of(family, direction, case), given, seed=1)
     tolerance = 0.05 if q.dtype.itemsize == 2 else 1e-5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from cases import ARRAYS
 
 import pyflash
 from pyflash import arrays, reference
@@ -73,6 +74,42 @@ def test_gradients_of_options(name, shape, others):
     call = lambda q, k, v, x: pyflash.flash_attention(q, k, v, return_lse=True, **{name: x}, **others)  # noqa: E731
     assert torch.autograd.gradcheck(call, (q, k, v, option))
     assert torch.autograd.gradcheck(call, (q.detach(), k.detach(), v.detach(), option))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": (2, 1)},
+        {"softcap": 1.5, "causal": True},
+        {"alibi_slopes": (4,)},
+        {"mask": (2, 1, 1, 7)},
+        {"bias": (4, 1, 7), "softcap": 2.0},
+        {"sinks": (4,), "window": (3, 0)},
+        {"dropout_p": 0.3, "seed": 5, "bias": (2, 4, 5, 7), "sinks": (4,)},
+    ],
+    ids=str,
+)
+def test_gradients_with_options(options):
+    generator = torch.Generator().manual_seed(1)
+    drawn = {n: torch.randn(options[n], generator=generator, dtype=torch.float64) for n in ARRAYS if n in options}
+    if "mask" in drawn:
+        drawn["mask"] = drawn["mask"] > -0.5
+    differentiated = {n: drawn[n].requires_grad_() for n in ("bias", "sinks") if n in drawn}
+    others = {**{n: x for n, x in options.items() if n not in differentiated}, **drawn}
+
+    def call(q, k, v, *values):
+        return pyflash.flash_attention(q, k, v, **{**others, **dict(zip(differentiated, values, strict=True))})
+
+    assert torch.autograd.gradcheck(call, (*tensors(torch.float64, grad=True), *differentiated.values()))
+
+
+def test_dropout_without_a_seed_has_one_in_autograd():
+    q, k, v = tensors(torch.float64, grad=True)
+    out = pyflash.flash_attention(q, k, v, dropout_p=0.5)
+    (gradient,) = torch.autograd.grad(out.sum(), v)
+    # Each query head hands the sum of its weights to v: it is what out would be, were v 1.
+    weights = gradient.sum(dim=(1, 3)) / v.shape[3]
+    assert torch.isfinite(weights).all() and not torch.equal(weights, torch.full_like(weights, 10.0))
 
 
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "qk", "kv", "qv"])
