@@ -6,6 +6,7 @@ import argparse
 import signal
 import sys
 
+from . import __version__
 from .commands import Failed, bench, compile, demo, doctor, explain
 from .errors import CompileError, LaunchError, Unsupported
 
@@ -25,6 +26,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m pyflash", description="Exact attention in O(N) memory.", epilog=_EXIT_CODES
     )
+    parser.add_argument("--version", action="version", version=f"pyflash {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (module, summary) in _COMMANDS.items():
         module.add(commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}."))

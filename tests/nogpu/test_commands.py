@@ -44,6 +44,10 @@ def test_help(command):
     assert command in pyflash("--help").stdout
 
 
+def test_version():
+    assert pyflash("--version").stdout.startswith("pyflash ")
+
+
 MISUSES = [
     "",
     "dance",
