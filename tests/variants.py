@@ -31,18 +31,19 @@ class Variant:
         return f"sm_{self.device.arch}{specific}"
 
 
+BATCH = 64  # so that tiles are many
 # Every feature alone, and all together, by families.
 OPTIONS = (
     {},
     {"causal": True},
-    {"window": (50, 50)},
+    {"window": (4000, 50)},
     {"softcap": 30.0},
     {"alibi_slopes": (4,)},
-    {"bias": (2, 1, 1, 1)},
+    {"bias": (BATCH, 1, 1, 1)},
     {"mask": (1, 1, 1, 1)},
     {"sinks": (4,)},
     {"dropout_p": 0.2},
-    {"window": (50, 50), "softcap": 30.0, "alibi_slopes": (4,)},
+    {"window": (4000, 50), "softcap": 30.0, "alibi_slopes": (4,)},
     {"causal": True, "bias": (1, 4, 1, 1), "mask": (1, 1, 1, 1), "sinks": (4,)},
 )
 
@@ -68,27 +69,32 @@ def _seqlens(family: str) -> list[int]:
     return sorted({64, *(row.min_seqlen_q for kernel in kernels for row in kernel.rows)} - {0})
 
 
-def _sizes(family: str) -> list[dict[str, int]]:
-    """Many query tiles in each row; few, with many keys; many and few of groups of heads with few queries each."""
-    many = [{"batch": 64, "seqlen_q": seqlen} for seqlen in _seqlens(family)]
-    if family != "sm90":
-        return many
-    group = {"seqlen_q": 9, "heads": 7, "heads_kv": 1}
-    return [*many, {"seqlen_q": 64, "seqlen_k": 8000}, {"batch": 200, **group}, {"seqlen_k": 8000, **group}]
+def _few_rows(family: str, options: dict[str, object]) -> list[dict[str, int]]:
+    """What makes Hopper's forward split keys, or give rows of several heads to a tile."""
+    if family != "sm90" or "bias" in options:
+        return []
+    groups = (4,) if "alibi_slopes" in options or "sinks" in options else (4, 7)
+    rows = [{"seqlen_q": 9, "heads": heads, "heads_kv": 1} for heads in groups]
+    tilings = [{"batch": 200}, {"seqlen_k": 8000}]
+    return [{"seqlen_q": 64, "seqlen_k": 8000}, *({**r, **t} for r in rows for t in tilings)]
 
 
 def _problems(family: str) -> Iterable[Problem]:
     dtypes = sorted({d for name in (f"fwd_{family}", f"bwd_{family}") if name in KERNELS for d in KERNELS[name].dtypes})
-    for (dim, dim_v), dtype, options, narrow, scale, sizes in itertools.product(
-        _head_dims(family), dtypes, OPTIONS, (False, True), (None, -1.0), _sizes(family)
+    for (dim, dim_v), dtype, options, narrow, scale in itertools.product(
+        _head_dims(family), dtypes, OPTIONS, (False, True), (None, -1.0)
     ):
         if options not in OPTIONS[:2] and (narrow or scale or dim != dim_v):
             continue
-        call = {"head_dim": dim, "head_dim_v": dim_v, "dtype": dtype, "softmax_scale": scale, **sizes, **options}
-        yield example(**call, narrow=("q", "k", "v", "o") if narrow else ())
-        inputs = ("q", "k", "v", "dout", "o") if narrow else ()
-        for deterministic in (False, True):
-            yield example(backward=True, **call, narrow=inputs, deterministic=deterministic, dlse=deterministic)
+        call = {"head_dim": dim, "head_dim_v": dim_v, "dtype": dtype, "softmax_scale": scale, **options}
+        outputs, inputs = (("q", "k", "v", "o"), ("q", "k", "v", "dout", "o")) if narrow else ((), ())
+        for sizes in _few_rows(family, options):
+            yield example(**call, **sizes, narrow=outputs)
+        for seqlen in _seqlens(family):
+            call |= {"batch": BATCH, "seqlen_q": seqlen}
+            yield example(**call, narrow=outputs)
+            for deterministic in (False, True):
+                yield example(backward=True, **call, narrow=inputs, deterministic=deterministic, dlse=deterministic)
 
 
 def _variant(launch: Launch, device: Device, problem: Problem) -> Variant:
