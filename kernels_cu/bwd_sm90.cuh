@@ -18,7 +18,6 @@ constexpr int DS_BUFFERS = 2;
 // Named barriers. DQ_WARPGROUP: the warpgroup of dq alone. TURN + c: consumer c's turn to start its second products.
 enum NamedBarrier { DQ_WARPGROUP = 1, TURN = 2 };
 
-struct Pair { float first, second; };
 __device__ __forceinline__ Pair unpack2(u32 x) {
   return {to_real(Element{(unsigned short)x}), to_real(Element{(unsigned short)(x >> 16)})};
 }

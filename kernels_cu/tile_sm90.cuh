@@ -36,10 +36,11 @@ __device__ __forceinline__ void transpose_quad(u32 (&x)[4], int lane) {
   }
 }
 
-// A warp's 16 rows of an accumulator (64, COLUMNS), each times its factor, straight from registers to global memory:
-// columns below `columns` of the lane's rows row_gmem(0) and row_gmem(1), unless that is null. Rounded to 16-bit elements, 16 bytes a lane
-// and 64 a row at a time; or as floats, 8 bytes a lane and 32 a row.
 struct alignas(8) Pair { float first, second; };
+
+// A warp's 16 rows of an accumulator (64, COLUMNS), each times its factor, straight from registers to global memory:
+// columns below `columns` of the lane's rows row_gmem(0) and row_gmem(1), unless that is null. Rounded to 16-bit
+// elements, 16 bytes a lane and 64 a row at a time; or as floats, 8 bytes a lane and 32 a row.
 template <int COLUMNS, class Output, class RowGmem>
 __device__ __forceinline__ void store_rows(RowGmem row_gmem, int columns, const float (&acc_rmem)[COLUMNS / 2],
                                            const float (&factor)[2], int lane) {
