@@ -91,12 +91,15 @@ fwd_sm90(const __grid_constant__ Params p) {
   bool unchecked = false;       // whether o has products of masked tiles that were not looked through
 
   // ---- The lane's two rows of an output tile
-  auto wg_row = [&](int r) { return warp_row + lane / 4 + r * 8; };
+  const int lane_row = warp_row + lane / 4;
   auto query = [&](const Work& work, int r) {  // seqlen_q and more: there is none
-    const int row = wg_row(r);
+    const int row = lane_row + r * 8;
+    if (cfg::PACK == 1) return work.m0 + wg * WG_ROWS + row;
     return row < WG_USED_ROWS ? work.m0 + wg * WG_QUERIES + row % WG_QUERIES : p.seqlen_q;
   };
-  auto head = [&](const Work& work, int r) { return work.head + min(wg_row(r) / WG_QUERIES, cfg::PACK - 1); };
+  auto head = [&](const Work& work, int r) {
+    return cfg::PACK == 1 ? work.head : work.head + min((lane_row + r * 8) / WG_QUERIES, cfg::PACK - 1);
+  };
 
   // ---- Handing over: output tiles, buffers, turns
   auto receive_work = [&]() {
@@ -125,7 +128,7 @@ fwd_sm90(const __grid_constant__ Params p) {
     if (PING_PONG) named_barrier_sync(TURN + wg, TURN_THREADS);
   };
   auto pass_turn = [&]() {
-    if (PING_PONG) named_barrier_arrive(TURN + (wg + 1) % CONSUMERS, TURN_THREADS);
+    if (PING_PONG) named_barrier_arrive(TURN + (wg == CONSUMERS - 1 ? 0 : wg + 1), TURN_THREADS);
   };
   auto skip = [&](int tiles) {  // tiles that only other warpgroups need
     for (int i = 0; i < tiles; i++) {
@@ -208,7 +211,8 @@ fwd_sm90(const __grid_constant__ Params p) {
   };
   auto hide = [&](int n) {
     const int kv0 = n * TILE_N + lane % 4 * 2;
-    const VisibleKeys keys[2] = {visible_keys(p, query(work, 0), kv0), visible_keys(p, query(work, 1), kv0)};
+    const int queries[2] = {query(work, 0), query(work, 1)};
+    const VisibleKeys keys[2] = {visible_keys(p, queries[0], kv0), visible_keys(p, queries[1], kv0)};
 #pragma unroll
     for (int i = 0; i < TILE_N / 2; i++) {
       if (!keys[i / 2 % 2].has(i / 4 * 8 + i % 2)) s_rmem[i] = HIDDEN;
