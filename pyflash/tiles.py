@@ -135,17 +135,19 @@ def _fwd_sm90(
     pass_early: int = 0,
     min_seqlen_q: int = 0,
     only_causal: bool | None = None,
+    dynamic: bool = False,
     whole: bool = False,
 ) -> tuple[Row, ...]:
     """One warpgroup loads; those that compute 64 rows each share the other registers. Causal tiles differ in length, so
-    they are handed out as CTAs get free. `early`: scores of the next output tile beside the last step of this one;
-    `pass_early`: 16-key steps of the second product that are left when the next warpgroup gets its turn."""
+    they are handed out as CTAs get free, as are `dynamic` ones. `early`: scores of the next output tile beside the last
+    step of this one; `pass_early`: 16-key steps of the second product that are left when the next warpgroup gets its
+    turn."""
     producer, consumer = {128: (40, 232), 192: (32, 160), 256: (32, 112)}[tile_m]
     rows = []
     for causal in (False, True) if only_causal is None else (only_causal,):
         knobs = {
             "Q_STAGES": q_stages,
-            "DYNAMIC": causal,
+            "DYNAMIC": causal or dynamic,
             "SCORE_EARLY": early,
             "PASS_EARLY": pass_early,
             "PRODUCER_REGS": producer,
@@ -185,6 +187,7 @@ def _simt(head_dim: int, tile_m: int, tile_n: int, threads: int, grid: tuple[int
 
 _FOUR_WARPGROUPS = "as exponentials bind, four to hide them: 192 rows of 128 keys -4 % full, -7 % causal"
 _THREE_WARPGROUPS = "three hide more of a long walk, and share k and v: 128 x 128 -3 to -9 %"
+_SHORT = "144 or 176 keys up to -20 %; two tiles of q, k and v -2 to -4 % at 1k with four query heads a head of k"
 _BLOCKS = "8 x 8 results a thread in both products, two CTAs a multiprocessor"
 _LESS_SMEM = "as above in 99 KB, what consumer GPUs of compute capability 8.6 to 12.0 have"
 _LEAST_SMEM = "in the 64 KB of compute capability 7.5"
@@ -228,7 +231,7 @@ KERNELS: dict[str, Kernel] = {
         smem_bytes=_fwd_sm90_smem,
         rows=(
             *_fwd_sm90(64, 256, 64, 4, 2, _FOUR_WARPGROUPS, min_seqlen_q=129, whole=True),
-            *_fwd_sm90(64, 128, 128, 2, 2, "no more rows than queries: at 128 +20 % full, +15 % causal"),
+            *_fwd_sm90(64, 128, 128, 2, 2, "no more rows than queries: at 128 +20 % full, +15 % causal", dynamic=True),
             *_fwd_sm90(80, 192, 112, 2, 1, "three warpgroups: 128 x 128 -11 % full, -8 % causal at 4k", whole=True),
             *_fwd_sm90(80, 128, 128, 2, 2, "for parts of the keys or several heads in a tile, and where tiles are few"),
             *_fwd_sm90(
@@ -248,16 +251,8 @@ KERNELS: dict[str, Kernel] = {
             *_fwd_sm90(
                 128, 192, 80, 2, 2, _THREE_WARPGROUPS, pass_early=2, min_seqlen_q=16384, only_causal=True, whole=True
             ),
-            *_fwd_sm90(
-                128,
-                128,
-                128,
-                3,
-                1,
-                "144 or 176 keys up to -20 %; two tiles of q, k and v -2 to -4 % at 1k "
-                "with four query heads a head of k",
-                pass_early=2,
-            ),
+            *_fwd_sm90(128, 128, 128, 3, 1, _SHORT, pass_early=2, min_seqlen_q=512, only_causal=False),
+            *_fwd_sm90(128, 128, 128, 3, 1, f"{_SHORT}; handed out, at 128 +3 % full", pass_early=2, dynamic=True),
             *_fwd_sm90(192, 128, 128, 2, 1, "head_dim_v up to 128; 112 or 96 keys -1 to -8 %"),
             *_fwd_sm90(192, 128, 96, 2, 1, "112 keys -3 % at 1k, equal from 4k on"),
             *_fwd_sm90(

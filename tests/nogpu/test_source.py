@@ -15,7 +15,8 @@ from pyflash.plan import Launch, plan
 from pyflash.tiles import KERNELS
 
 LINE = re.compile(
-    r"inline constexpr (int \w+ = -?\d+|bool \w+ = (true|false));|using (Element|Bias|Output) = (bf16|fp16|float|double);"
+    r"inline constexpr (int \w+ = -?\d+|bool \w+ = (true|false));"
+    r"|using (Element|Bias|Output) = (bf16|fp16|float|double);"
 )
 
 # What every kernel file, and every header, may rely on.
