@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from dataclasses import dataclass
 
 from . import arrays, cpu, debug, device, entry, features, problem
@@ -64,8 +63,8 @@ def flash_attention(
     dropout_p : float
         The probability with which a probability is dropped after the softmax; the others are divided by 1 - dropout_p.
     seed : int, optional
-        Which ones: the same seed drops the same (batch, head, query, key). Drawn anew in each call if not given; the
-        backward must be told, but for torch's.
+        Which ones: the same seed drops the same (batch, head, query, key). Drawn anew in each call if not given, for
+        torch by its generator; the backward must be told, but for torch's.
     return_lse : bool
         Also return lse, the natural logarithm of the sum of exp(scores) of each row, which the backward needs.
     out : array (batch, seqlen_q, heads_q, head_dim_v), optional
@@ -105,11 +104,15 @@ def flash_attention(
     if not isinstance(return_lse, bool):
         raise TypeError(f"return_lse: got {return_lse!r}, takes True or False")
     traced = arrays.traced_by_torch()
-    if dropout_p:
-        options["seed"] = seed = _checked_seed(seed, drawn=not traced)
     if not traced:
         scalars = _split(options, given)
         kind = arrays.common_kind(given)
+    if dropout_p:
+        if seed is not None:
+            seed = features.check_seed(seed)
+        elif not traced:
+            seed = kind.seed()
+        options["seed"] = seed
     if traced or kind.autograd:
         from . import torch as glue
 
@@ -198,7 +201,9 @@ def flash_attention_backward(
             raise TypeError(f"{name}: got {flag!r}, takes True or False")
     gradients = tuple(name for name, flag in wanted.items() if flag)
     if dropout_p:
-        options["seed"] = seed = _checked_seed(seed)
+        if seed is None:
+            raise ValueError("seed: got None, takes the forward's where there is dropout")
+        options["seed"] = seed = features.check_seed(seed)
     if arrays.traced_by_torch():
         from . import torch as glue
 
@@ -294,13 +299,6 @@ def _split(options: dict[str, object], given: dict[str, object]) -> dict[str, ob
     on = features.check({name: value for name, value in options.items() if name != "seed"})
     given |= {name: value for name, value in on.items() if features.BY_NAME[name].is_array}
     return {name: value for name, value in on.items() if name not in given}
-
-
-def _checked_seed(seed: object, drawn: bool = False) -> int:
-    """The seed of a call with dropout, if it was given, or may be drawn."""
-    if seed is None and not drawn:
-        raise ValueError("seed: got None, takes the forward's where gradients are asked for, or torch compiles")
-    return secrets.randbits(63) if seed is None else features.check_seed(seed)
 
 
 def _tensors(kind: arrays.Kind, keys: dict[str, arrays.Key]) -> dict[str, problem.Tensor]:

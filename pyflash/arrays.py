@@ -6,6 +6,7 @@ arrays are used where they are, JAX arrays and everything else through DLPack. N
 
 from __future__ import annotations
 
+import secrets
 import sys
 from functools import cache
 
@@ -43,6 +44,15 @@ class Kind:
 
     def writable(self, view) -> bool:
         return True
+
+    def seed(self) -> int:
+        """One for dropout, drawn as the library's users expect."""
+        return secrets.randbits(63)
+
+
+def _torch_seed() -> int:
+    """By torch's generator, which torch.manual_seed sets and checkpointing sets back."""
+    return int(sys.modules["torch"].randint(2**63 - 1, ()))
 
 
 def _tensor(key: Key, dtype: str, unit: int) -> Tensor:
@@ -111,6 +121,7 @@ class _CuPy(_ArrayInterface):
 class _Torch(Kind):
     name = "torch"
     autograd = True
+    seed = staticmethod(_torch_seed)
 
     def facts(self, view) -> tuple[int | None, Key, int]:
         address = view.data_ptr()
@@ -137,6 +148,7 @@ class _Torch(Kind):
 class _TorchCpu(_NumPy):
     name = "torch on the CPU"
     autograd = True
+    seed = staticmethod(_torch_seed)
 
     def view(self, array):
         torch = sys.modules["torch"]

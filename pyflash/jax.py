@@ -8,6 +8,7 @@ the attention may well be jitted, before it and after it.
 from __future__ import annotations
 
 import inspect
+import secrets
 from functools import partial
 
 import jax
@@ -48,6 +49,8 @@ def flash_attention(q, k, v, *, return_lse: bool = False, deterministic: bool = 
     TypeError, ValueError, pyflash.Unsupported
         As `pyflash.flash_attention`; Unsupported also inside jax.jit and jax.vmap.
     """
+    if options.get("dropout_p") and options.get("seed") is None:
+        options["seed"] = secrets.randbits(63)  # the backward needs the same
     arrays = {name: options[name] for name in _ARRAYS if options.get(name) is not None}
     scalars = tuple((name, value) for name, value in options.items() if name not in arrays)
     out, lse = _attention(scalars, deterministic, return_lse, q, k, v, arrays)

@@ -52,6 +52,9 @@ def attention(q, k, v, options: dict[str, object], deterministic: bool = False):
     """
     if dtype := _cast_to(q, k, v):
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    if options.get("dropout_p") and options.get("seed") is None:
+        seed = torch.randint(2**63 - 1, ())  # traced, it is drawn when what is compiled runs
+        options = {**options, "seed": seed if torch.compiler.is_compiling() else int(seed)}
     arrays = {name: options[name] for name in _ARRAYS if options.get(name) is not None}
     for name, array in arrays.items():
         if array.requires_grad and name not in _DIFFERENTIABLE:
@@ -162,6 +165,13 @@ def _flattened(options: dict[str, object]) -> tuple[list[torch.Tensor], list[int
     return arrays, numbers, "{" + text + "}"
 
 
+def _unflattened(options: str, arrays: list[torch.Tensor], numbers: list[int | float]) -> dict[str, object]:
+    restored = _restored(_parsed(options), arrays, numbers)
+    if isinstance(restored.get("seed"), torch.Tensor):
+        restored["seed"] = int(restored["seed"])  # a tensor of the CPU: nothing waits for the GPU
+    return restored
+
+
 @lru_cache
 def _parsed(options: str) -> dict[str, object]:
     return json.loads(options)
@@ -197,7 +207,7 @@ torch.library.define(
 
 @torch.library.impl("pyflash::attention", _DEVICES)
 def _forward_operator(q, k, v, arrays, numbers, options, deterministic):
-    return entry.forward(q, k, v, return_lse=True, **_restored(_parsed(options), arrays, numbers))
+    return entry.forward(q, k, v, return_lse=True, **_unflattened(options, arrays, numbers))
 
 
 @torch.library.register_fake("pyflash::attention")
@@ -209,7 +219,7 @@ def _forward_fake(q, k, v, arrays, numbers, options, deterministic):
 
 @torch.library.impl("pyflash::attention_backward", _DEVICES)
 def _backward_operator(dout, q, k, v, out, lse, dlse, arrays, numbers, options, deterministic, wanted):
-    restored = _restored(_parsed(options), arrays, numbers)
+    restored = _unflattened(options, arrays, numbers)
     return list(_run_backward(restored, (), deterministic, wanted, dout, q, k, v, out, lse, dlse))
 
 

@@ -96,7 +96,8 @@ def test_options_do_as_ours_or_name_the_reason(name, argument):
         expected = pyflash.flash_attention(*unpacked(name, given), **{option: value})
         torch.testing.assert_close(call(*given, **{argument: value}), expected)
     else:
-        assert call(*given, dropout_p=value).isfinite().all()
+        out = call(*given, dropout_p=value)
+        assert out.isfinite().all() and torch.autograd.grad(out.sum(), given)[0].isfinite().all()
         with pytest.raises(pyflash.Unsupported, match="^return_attn_probs: "):
             call(*given, dropout_p=value, return_attn_probs=True)
 

@@ -127,6 +127,17 @@ def test_gradients_of_options(name, shape):
         check_grads(call, (*inputs("float64"), option), 1, ("rev",))
 
 
+def test_dropout():
+    from pyflash.jax import flash_attention
+
+    q, k, v = inputs()
+    out, pullback = jax.vjp(lambda v: flash_attention(q, k, v, dropout_p=0.5), v)
+    (dv,) = pullback(out)
+    np.testing.assert_allclose((dv * v).sum(), (out * out).sum(), rtol=1e-4)  # out is linear in v, whatever was dropped
+    once, again = (flash_attention(q, k, v, dropout_p=0.5, seed=3) for _ in range(2))
+    assert np.array_equal(once, again) and not np.array_equal(once, out)
+
+
 def test_gradients_of_one_input():
     from pyflash.jax import flash_attention
 

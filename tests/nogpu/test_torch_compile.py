@@ -60,6 +60,27 @@ def test_one_graph_and_the_same_numbers(dtype, options):
     agree(torch.compile(model, fullgraph=True, backend="aot_eager"), model, inputs(dtype), **options | arrays)
 
 
+@pytest.mark.parametrize("seed", [None, 5])
+def test_dropout(seed):
+    """Drawn anew in each run, by the generator that torch.manual_seed sets; the backward drops the same."""
+    q, k, v = inputs()
+    call = torch.compile(
+        lambda q, k, v: pyflash.flash_attention(q, k, v, dropout_p=0.5, seed=seed), fullgraph=True, backend="aot_eager"
+    )
+    outs = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        outs.append([call(q, k, v) for _ in range(2)])
+    assert torch.equal(outs[0][0], outs[1][0]) and torch.equal(outs[0][1], outs[1][1])
+    assert torch.equal(outs[0][0], outs[0][1]) == (seed is not None)
+    for out in outs[0]:
+        dout = torch.randn_like(out)
+        (dv,) = torch.autograd.grad(out, v, dout)
+        torch.testing.assert_close((dv * v).sum(), (out * dout).sum())
+    if seed is not None:
+        torch.testing.assert_close(outs[0][0], pyflash.flash_attention(q, k, v, dropout_p=0.5, seed=seed))
+
+
 def test_an_option_without_a_gradient_is_not_differentiated():
     slopes = torch.ones(4, requires_grad=True)
     if "alibi_slopes" in {feature.name for feature in FEATURES}:

@@ -116,6 +116,34 @@ def test_dropout_without_a_seed_has_one_in_autograd():
     assert torch.isfinite(weights).all() and not torch.equal(weights, torch.full_like(weights, 10.0))
 
 
+def dropped_alike(out, dout, v):
+    """Whether forward and backward dropped the same: out is linear in v, whatever was."""
+    (dv,) = torch.autograd.grad(out, v, dout, retain_graph=True)
+    return torch.allclose((dv * v).sum(), (out * dout).sum()) and out.detach().abs().sum() > 0
+
+
+def test_dropout():
+    q, k, v = tensors(torch.float64, grad=True)
+    dout = torch.randn(2, 5, 4, 12, dtype=torch.float64)
+    torch.manual_seed(0)
+    first, second = (pyflash.flash_attention(q, k, v, dropout_p=0.5) for _ in range(2))
+    assert not torch.equal(first, second) and dropped_alike(first, dout, v) and dropped_alike(second, dout, v)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        assert torch.equal(pyflash.flash_attention(q, k, v, dropout_p=0.5), first)
+
+
+def test_dropout_that_is_checkpointed_drops_the_same_again():
+    from torch.utils.checkpoint import checkpoint
+
+    q, k, v = tensors(torch.float64, grad=True)
+    dout = torch.randn(2, 5, 4, 12, dtype=torch.float64)
+    for reentrant in (False, True):
+        out = checkpoint(lambda *a: pyflash.flash_attention(*a, dropout_p=0.5), q, k, v, use_reentrant=reentrant)
+        (dv,) = torch.autograd.grad(out, v, dout) if not reentrant else (out.backward(dout), v.grad)[1:]
+        assert torch.allclose((dv * v).sum(), (out * dout).sum())
+
+
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "qk", "kv", "qv"])
 def test_gradients_of_some_inputs_only(wanted):
     inputs = dict(zip("qkv", tensors(torch.float64), strict=True))
