@@ -149,6 +149,10 @@ class Terms:
         slope = features.slope(self.on, s[..., np.argsort(keys)], self.whole)
         return slope if np.isscalar(slope) else slope[..., keys]
 
+    def slope_per_score(self) -> float:
+        """How far the slope moves, at most, as the score does from which a backward takes it."""
+        return 2 / self.on["softcap"] if "softcap" in self.on else 0.0
+
     def sink(self):
         sink = features.sink(self.on, self.whole)
         return np.float32(-np.inf) if sink is None else sink
@@ -223,6 +227,10 @@ class Ordinary:
             dbias = self.terms.of_bias(of_each, self.keys)
             p_sink = np.exp(self.sink - np.where(np.isfinite(self.lse), self.lse, np.inf)[..., None])
             dsinks = (p_sink * (np.abs(delta) * of_p + of_delta)).sum((0, 2, 3))
+            # The slope of scores follows from log(p) + lse, where p may have been rounded to 16 bits.
+            off = half * (np.abs(self.s) + np.where(np.isfinite(self.lse), np.abs(self.lse), 0)[..., None])
+            off = off + float(_finfo(self.dtype).eps) / 2
+            of_slope = np.where(self.visible, np.abs(ds) * self.terms.slope_per_score() * off, 0)
             ds = np.where(self.visible, ds * self.slope, 0)
 
             def apart(weights, rows):
@@ -233,8 +241,9 @@ class Ordinary:
                 return self._per_kv_head(np.abs(of_rows @ rows) + apart(of_rows, rows) + apart(of_elements, rows))
 
             moved = p * self.slope  # ds as delta moves
-            dq = abs(self.scale) * (of_p * np.abs(ds @ k) + of_delta * np.abs(moved @ k) + apart(of_s * ds, k))
-            dk = abs(self.scale) * by_key(of_p * ds + of_delta * moved, of_s * ds, q)
+            each = of_s * ds + of_slope
+            dq = abs(self.scale) * (of_p * np.abs(ds @ k) + of_delta * np.abs(moved @ k) + apart(each, k))
+            dk = abs(self.scale) * by_key(of_p * ds + of_delta * moved, each, q)
             dv = by_key(of_p * weighted, of_s * weighted, dout)
         return {**self._in_order(dq, dk, dv), "bias": dbias, "sinks": dsinks}
 
