@@ -324,7 +324,7 @@ def _tilings(problem: Problem, device: Device) -> Iterator[_Tiling]:
             query_tiles = num_m_blocks * heads // pack
             most_splits = 1
             if not row.whole and 0 < query_tiles < device.sm_count:
-                most_splits = max(min(int(longest), 4 * device.sm_count // query_tiles), 1)
+                most_splits = max(min(math.ceil(longest), 4 * device.sm_count // query_tiles), 1)
             for splits in range(1, most_splits + 1):
                 waves = _cdiv(query_tiles * splits, device.sm_count)
                 walk = max(longest, waves * mean) / splits
