@@ -38,6 +38,7 @@ class Kernel:
     smem_bytes: Callable[[Row, int, int, int], int]  # (row, TILE_D, TILE_DV, bytes of an element) -> sizeof(Smem)
     rows: tuple[Row, ...]
     spill_bytes: int = 0  # the most that a variant may spill, stores and loads together, with any NVRTC
+    option_spill_bytes: int = 0  # the same where features other than causal are on
 
 
 _HALF = ("float16", "bfloat16")
@@ -222,6 +223,7 @@ KERNELS: dict[str, Kernel] = {
         ),
         # All 255 registers are taken, and some variants (element-wise, ragged, other GPUs) spill a few of them.
         spill_bytes=32,  # where a register or two is wanting
+        option_spill_bytes=704,  # bias and mask at once: places of elements
     ),
     "fwd_sm90": Kernel(
         dtypes=_HALF,
@@ -277,6 +279,7 @@ KERNELS: dict[str, Kernel] = {
                 early=False,
             ),
         ),
+        option_spill_bytes=288,  # head_dim 80, window, softcap and ALiBi at once; alone at most 80
     ),
     "fwd_simt": Kernel(
         dtypes=_FULL,
@@ -302,6 +305,7 @@ KERNELS: dict[str, Kernel] = {
             _simt(256, 32, 32, 128, (16, 16, 4), 2, 8, _LESS_SMEM),
             _simt(256, 16, 32, 128, (16, 16, 4), 2, 8, _LEAST_SMEM),
         ),
+        option_spill_bytes=256,  # bias: places of elements
     ),
     "bwd_simt": Kernel(
         dtypes=_FULL,
@@ -325,6 +329,7 @@ KERNELS: dict[str, Kernel] = {
             _simt(256, 16, 16, 128, (16, 16, 4), 2, 8, _LESS_SMEM),
             _simt(256, 8, 8, 64, (8, 16, 2), 2, 8, _LEAST_SMEM),
         ),
+        option_spill_bytes=256,  # bias and mask at once: places of elements
     ),
     "bwd_sm80": Kernel(
         dtypes=_HALF,
@@ -342,6 +347,7 @@ KERNELS: dict[str, Kernel] = {
             _bwd_sm80(256, 16, 64, 8, 2, (8, 8), 1, "as above in the 163 KB of compute capability 8.0"),
             _bwd_sm80(256, 16, 32, 4, 2, (7, 7), 1, _LESS_SMEM),
         ),
+        option_spill_bytes=576,  # mask: places of elements
     ),
     "bwd_sm90": Kernel(
         dtypes=_HALF,
