@@ -305,7 +305,7 @@ KERNELS: dict[str, Kernel] = {
             _simt(256, 32, 32, 128, (16, 16, 4), 2, 8, _LESS_SMEM),
             _simt(256, 16, 32, 128, (16, 16, 4), 2, 8, _LEAST_SMEM),
         ),
-        option_spill_bytes=256,  # bias: places of elements
+        option_spill_bytes=512,  # bias and mask at once: places of elements
     ),
     "bwd_simt": Kernel(
         dtypes=_FULL,
@@ -347,6 +347,7 @@ KERNELS: dict[str, Kernel] = {
             _bwd_sm80(256, 16, 64, 8, 2, (8, 8), 1, "as above in the 163 KB of compute capability 8.0"),
             _bwd_sm80(256, 16, 32, 4, 2, (7, 7), 1, _LESS_SMEM),
         ),
+        spill_bytes=128,  # deterministic, ragged and scaled first, for compute capability 10.0; others nothing
         option_spill_bytes=576,  # mask: places of elements
     ),
     "bwd_sm90": Kernel(
