@@ -279,7 +279,7 @@ KERNELS: dict[str, Kernel] = {
                 early=False,
             ),
         ),
-        option_spill_bytes=288,  # head_dim 80, window, softcap and ALiBi at once; alone at most 80
+        option_spill_bytes=328,  # ragged head_dim, window, softcap and ALiBi at once; alone at most 80
     ),
     "fwd_simt": Kernel(
         dtypes=_FULL,
