@@ -109,6 +109,7 @@ def example(
     deterministic: bool = False,
     wants_lse: bool = True,
     dlse: bool = False,
+    gradients: tuple[str, ...] = (),
     **options: object,
 ) -> problem.Problem:
     """One valid call with contiguous arrays, those in `narrow` misaligned. Of features that are arrays, `options` has
@@ -140,6 +141,7 @@ def example(
         softmax_scale=softmax_scale,
         deterministic=deterministic,
         wants_lse=wants_lse and not backward,
+        gradients=gradients,
         options=options,
     )
 

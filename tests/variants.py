@@ -11,6 +11,7 @@ from problems import example
 from pyflash.device import KNOWN, Device
 from pyflash.errors import Unsupported
 from pyflash.explain import tile_row
+from pyflash.features import BY_NAME
 from pyflash.plan import Launch, plan
 from pyflash.problem import Problem
 from pyflash.tiles import FAMILIES, KERNELS, Kernel, Row
@@ -93,8 +94,9 @@ def _problems(family: str) -> Iterable[Problem]:
         for seqlen in _seqlens(family):
             call |= {"batch": BATCH, "seqlen_q": seqlen}
             yield example(**call, narrow=outputs)
-            for deterministic in (False, True):
-                yield example(backward=True, **call, narrow=inputs, deterministic=deterministic, dlse=deterministic)
+            wanted = tuple(name for name in options if BY_NAME[name].has_gradient)
+            yield example(backward=True, **call, narrow=inputs, gradients=wanted)
+            yield example(backward=True, **call, narrow=inputs, deterministic=True, dlse=True)
 
 
 def _variant(launch: Launch, device: Device, problem: Problem) -> Variant:
