@@ -394,7 +394,7 @@ def _check_target(kind: arrays.Kind, seen: arrays.Inspected, made: problem.Probl
         raise ValueError(f"out: got a {kind.name} array that is read-only, takes one that can be written; call {made}")
     tensors = dict(made.tensors)
     low, high = arrays.byte_range(tensors["o"], seen.addresses["o"])
-    for name in "qkv":
+    for name in tensors.keys() - {"o", "lse"}:
         start, end = arrays.byte_range(tensors[name], seen.addresses[name])
         if low < end and start < high:
             raise ValueError(f"out: got memory that overlaps {name}'s, takes memory of its own; call {made}")

@@ -129,6 +129,8 @@ def _number(name: str, value: object, takes: str) -> float:
         return value
     try:
         return float(_fail(name, value, takes, TypeError) if isinstance(value, (bool, str)) else value)
+    except OverflowError:
+        return math.inf
     except (TypeError, ValueError):
         _fail(name, value, takes, TypeError)
 
@@ -185,7 +187,7 @@ class _Window(Feature):
 
 
 class _Softcap(Feature):
-    name, takes = "softcap", "None or a finite number above 0"
+    name, takes = "softcap", "None or a number from 1e-30 to 1e30"
     changes_scores = True
     flags = ("SOFTCAP",)
     kernels = SIMT + SM80 + SM90
@@ -199,7 +201,7 @@ class _Softcap(Feature):
         if value is None:
             return None
         number = _number(self.name, value, self.takes)
-        if not (math.isfinite(number) and number > 0):
+        if not 1e-30 <= number <= 1e30:
             _fail(self.name, value, self.takes, ValueError)
         return number
 
@@ -417,7 +419,9 @@ def band(on: Mapping[str, object], seqlen_q: int, seqlen_k: int) -> tuple[int | 
     left, right = on.get("window", (None, None))
     right = 0 if on.get("causal") else right
     shift = seqlen_k - seqlen_q
-    return None if left is None else shift - left, None if right is None else shift + right
+    low, high = None if left is None else shift - left, None if right is None else shift + right
+    # Past the matrix all bounds are alike, and those that are clipped to it do not overflow.
+    return tuple(None if bound is None else min(max(bound, -seqlen_q), seqlen_k) for bound in (low, high))
 
 
 def _in_band(on: Mapping[str, object], at: Place) -> np.ndarray:

@@ -47,11 +47,16 @@ def flash_attention(q, k, v, *, return_lse: bool = False, deterministic: bool = 
     Raises
     ------
     TypeError, ValueError, pyflash.Unsupported
-        As `pyflash.flash_attention`; Unsupported also inside jax.jit and jax.vmap.
+        As `pyflash.flash_attention`; ValueError also for an option that has no gradient where one is asked for,
+        Unsupported inside jax.jit and jax.vmap.
     """
     if options.get("dropout_p") and options.get("seed") is None:
         options["seed"] = secrets.randbits(63)  # the backward needs the same
-    arrays = {name: options[name] for name in _ARRAYS if options.get(name) is not None}
+    q, k, v = map(jax.numpy.asarray, (q, k, v))
+    arrays = {name: jax.numpy.asarray(options[name]) for name in _ARRAYS if options.get(name) is not None}
+    for name, array in arrays.items():
+        if name not in _DIFFERENTIABLE and isinstance(array, jax.core.Tracer):
+            raise ValueError(f"{name}: got an array that is traced, takes one that is not: it has no gradient")
     scalars = tuple((name, value) for name, value in options.items() if name not in arrays)
     out, lse = _attention(scalars, deterministic, return_lse, q, k, v, arrays)
     return (out, lse) if return_lse else out

@@ -151,17 +151,22 @@ def describe(tensors: dict[str, Tensor], softmax_scale: object, options: tuple[t
     return f"[{arrays}{extras}]"
 
 
+_MOST_SCALE = 1e30  # float32 holds it, in units of log2 too
+
+
 def check_scale(softmax_scale: object) -> float | None:
     """softmax_scale as a Python number; None stands for 1 / sqrt(head_dim)."""
-    if softmax_scale is None or (type(softmax_scale) is float and math.isfinite(softmax_scale)):
+    if softmax_scale is None or (type(softmax_scale) is float and abs(softmax_scale) <= _MOST_SCALE):
         return softmax_scale
     try:
         value = None if isinstance(softmax_scale, (bool, str)) else float(softmax_scale)
+    except OverflowError:
+        value = math.inf
     except (TypeError, ValueError):
         value = None
-    if value is None or not math.isfinite(value):
+    if value is None or not abs(value) <= _MOST_SCALE:
         error = TypeError if value is None else ValueError
-        raise error(f"softmax_scale: got {softmax_scale!r}, takes a finite number or None")
+        raise error(f"softmax_scale: got {softmax_scale!r}, takes a number from -1e30 to 1e30 or None")
     return value
 
 

@@ -287,16 +287,29 @@ def scaled_dot_product_attention(
         if not isinstance(tensor, torch.Tensor) or tensor.dim() < 3:
             got = f"{tensor.dim()} dimensions" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             raise (TypeError if got[0].isalpha() else ValueError)(f"{name}: got {got}, takes a tensor of 3 or more")
-    if query.shape[-3] != key.shape[-3] and not enable_gqa:
+    try:
+        lead = torch.broadcast_shapes(*(tensor.shape[:-3] for tensor in (query, key, value)))
+    except RuntimeError:
+        shapes = ", ".join(f"{tuple(tensor.shape)}" for tensor in (query, key, value))
+        raise ValueError(f"query, key, value: got {shapes}, takes shapes that broadcast before the heads") from None
+    if attn_mask is not None and not isinstance(attn_mask, torch.Tensor):
+        raise TypeError(f"attn_mask: got {type(attn_mask).__name__}, takes a torch tensor")
+    if query.shape[-3] != key.shape[-3] and key.shape[-3] != 1 and not enable_gqa:
         takes = f"{key.shape[-3]}, as key, or enable_gqa=True"
         raise ValueError(f"query: got {query.shape[-3]} heads, takes {takes}")
     options = {"softmax_scale": scale}
     if attn_mask is not None:
         option = "mask" if attn_mask.dtype == torch.bool else "bias"
-        options[existing(option, "attn_mask")] = _batched(attn_mask) if attn_mask.dim() > 4 else attn_mask
+        if attn_mask.dim() > 3:
+            try:
+                attn_mask = _batched(attn_mask, lead)
+            except RuntimeError:
+                takes = f"{(*lead, query.shape[-3], query.shape[-2], key.shape[-2])}"
+                raise ValueError(f"attn_mask: got {tuple(attn_mask.shape)}, takes what broadcasts to {takes}") from None
+        options[existing(option, "attn_mask")] = attn_mask
     if dropout_p:
         options[existing("dropout_p", "dropout_p")] = dropout_p
-    q, k, v = (_batched(tensor).transpose(1, 2) for tensor in (query, key, value))
+    q, k, v = (_batched(tensor, lead).transpose(1, 2) for tensor in (query, key, value))
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
     if not is_causal:
         out = entry.forward(q, k, v, **options)
@@ -305,12 +318,13 @@ def scaled_dot_product_attention(
     else:  # the last queries see every key
         first = entry.forward(q[:, :seqlen_k], k, v, causal=True, **options)
         out = torch.cat((first, entry.forward(q[:, seqlen_k:], k, v, **options)), 1)
-    return out.transpose(1, 2).reshape(*query.shape[:-1], value.shape[-1])
+    return out.transpose(1, 2).reshape(*lead, *query.shape[-3:-1], value.shape[-1])
 
 
-def _batched(tensor: torch.Tensor) -> torch.Tensor:
-    """(..., heads, seqlen, head_dim) with one dimension in front."""
-    return tensor[None] if tensor.dim() == 3 else tensor.flatten(0, -4)
+def _batched(tensor: torch.Tensor, lead: tuple[int, ...]) -> torch.Tensor:
+    """(..., heads, seqlen, head_dim), broadcast to `lead` before the heads, with one dimension in place of that."""
+    tensor = tensor.expand(*lead, *tensor.shape[-3:])
+    return tensor.flatten(0, -4) if lead else tensor[None]
 
 
 def existing(option: str, argument: str) -> str:

@@ -40,6 +40,12 @@ class Case:
         itemsize = problem.DTYPES[self.dtype].itemsize
         return self.batch * self.heads * self.seqlen_q * self.seqlen_k * itemsize
 
+    @property
+    def call(self) -> dict[str, object]:
+        """The options as keywords; with a seed, so that all drop the same."""
+        options = dict(self.options)
+        return {**options, "seed": 0} if options.get("dropout_p") else options
+
     def problem(self, backward: bool) -> Problem:
         """Raises as `flash_attention` does."""
         options = dict(self.options)

@@ -42,7 +42,7 @@ class PyFlash(Contestant):
         return None
 
     def prepare(self, case: Case, q, k, v, dout) -> Calls:
-        options = dict(case.options)
+        options = case.call
 
         def recorded():
             return api.flash_attention(q, k, v, return_lse=True, **options)

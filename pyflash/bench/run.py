@@ -124,7 +124,7 @@ def _fault(contestant: Contestant, case: Case, direction: str, machine: Machine)
         return obstacle
     arrays = _arrays(case, machine)
     q, k, v, dout = (machine.get(a) for a in arrays)
-    options = dict(case.options)
+    options = case.call
     try:
         calls = contestant.prepare(case, *arrays)
         results = _tuple(calls.forward() if direction == "forward" else calls.backward())
@@ -157,8 +157,8 @@ def _tuple(results) -> tuple:
 
 
 def _difference(got: np.ndarray, expected: np.ndarray) -> float:
-    """Relative to the largest entry."""
-    return float(np.abs(got - expected).max() / np.abs(expected).max())
+    """Relative to the largest entry, or to one of a hundredth where all are smaller: a gradient may be exactly 0."""
+    return float(np.abs(got - expected).max() / max(np.abs(expected).max(), 0.01))
 
 
 def _said(error: Exception, machine: Machine) -> str:

@@ -14,8 +14,10 @@ from ..bench.machines import CupyMachine, Machine
 from ..explain import amount, duration
 from . import Misused, add_json, present_gpu, print_json, size
 
-# Relative to the largest entry of the reference. float16 has 11 significant bits, float32 24.
+# Relative to the largest entry of the reference, or to _LEAST where all are smaller, as a gradient may be exactly 0.
+# float16 has 11 significant bits, float32 24.
 _BOUNDS = {"float16": 4e-3, "float32": 1e-5}
+_LEAST = 0.01
 _SHAPES = {"float16": (4096, 16, 128), "float32": (2048, 4, 64)}  # seqlen, heads, head_dim
 _SECONDS = 0.2  # for each measurement
 
@@ -71,7 +73,7 @@ def _errors(host: list[np.ndarray], results: list[np.ndarray]) -> dict[str, floa
     q, k, v, dout = (a[:, :, :1] for a in host)
     expected = (reference.attention(q, k, v, causal=True)[0], *reference.attention_backward(dout, q, k, v, causal=True))
     return {
-        name: float(np.abs(got[:, :, :1] - want).max() / np.abs(want).max())
+        name: float(np.abs(got[:, :, :1] - want).max() / max(np.abs(want).max(), _LEAST))
         for name, got, want in zip(("out", "dq", "dk", "dv"), results, expected, strict=True)
     }
 

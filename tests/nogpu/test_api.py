@@ -54,6 +54,26 @@ def test_out_must_not_lie_on_an_input():
     with pytest.raises(ValueError, match="out: got memory that overlaps q's, takes memory of its own"):
         pyflash.flash_attention(q, k, k, out=q)
     assert pyflash.flash_attention(packed[0], packed[0], packed[0], out=packed[1]) is not None
+    for name, option in (("bias", packed[1, 0, :, 0, 0]), ("sinks", packed[1, 0, 0, :, 0])):
+        with pytest.raises(ValueError, match=f"out: got memory that overlaps {name}'s"):
+            pyflash.flash_attention(packed[0], packed[0], packed[0], out=packed[1], **{name: option})
+
+
+@pytest.mark.parametrize("window", [(2, 2**31), (2, 2**63 - 1), (2, 2**70), (2**70, 2), (2**70, 2**70)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_windows_past_every_length(window, masked):
+    q, k, v = arrays()
+    mask = {"mask": np.ones((5, 7), bool)} if masked else {}
+    near = tuple(min(side, 100) for side in window)
+    for a, b in zip(
+        pyflash.flash_attention(q, k, v, window=window, return_lse=True, **mask),
+        pyflash.flash_attention(q, k, v, window=near, return_lse=True, **mask),
+        strict=True,
+    ):
+        assert np.array_equal(a, b)
+    options = {"window": window, **mask}
+    expected = pyflash.reference.attention(q, k, v, window=near)[0]
+    assert np.array_equal(pyflash.reference.attention(q, k, v, **options)[0], expected)
 
 
 def test_out_that_cannot_be_written_is_refused():
@@ -82,15 +102,44 @@ BAD_CALLS = {
     "rank": (lambda q, k, v: (q[0], k, v), {}, r"q: got 3 dimensions \(5, 4, 16\), takes 4"),
     "integers": (lambda q, k, v: (q.astype(int), k, v), {}, "q: got dtype int64, takes one of float16"),
     "mixed dtypes": (lambda q, k, v: (q, k, v.astype("float16")), {}, "v: got dtype float16, takes float32, as q"),
-    "scale": (lambda q, k, v: (q, k, v), {"softmax_scale": np.nan}, "softmax_scale: got nan, takes a finite number"),
+    "scale": (
+        lambda q, k, v: (q, k, v),
+        {"softmax_scale": np.nan},
+        "softmax_scale: got nan, takes a number from -1e30 to 1e30 or None",
+    ),
+    "scale past float32": (
+        lambda q, k, v: (q, k, v),
+        {"softmax_scale": 1e39},
+        "softmax_scale: got 1e.39, takes a number",
+    ),
+    "scale past floats": (lambda q, k, v: (q, k, v), {"softmax_scale": 10**400}, "softmax_scale: got 1000"),
     "causal": (lambda q, k, v: (q, k, v), {"causal": "yes"}, "causal: got 'yes', takes True or False"),
     "window of one": (lambda q, k, v: (q, k, v), {"window": 5}, r"window: got 5, takes \(left, right\), each None or"),
     "window of three": (lambda q, k, v: (q, k, v), {"window": (1, 2, 3)}, r"window: got \(1, 2, 3\), takes \(left"),
     "negative window": (lambda q, k, v: (q, k, v), {"window": (-1, 2)}, r"window: got \(-1, 2\), takes .* from 0 on"),
     "window of floats": (lambda q, k, v: (q, k, v), {"window": (1.5, 2)}, r"window: got \(1.5, 2\), takes .* integer"),
-    "softcap of 0": (lambda q, k, v: (q, k, v), {"softcap": 0.0}, "softcap: got 0.0, takes None or a finite number"),
-    "softcap inf": (lambda q, k, v: (q, k, v), {"softcap": np.inf}, "softcap: got inf, takes None or a finite number"),
-    "softcap text": (lambda q, k, v: (q, k, v), {"softcap": "30"}, "softcap: got '30', takes None or a finite number"),
+    "softcap of 0": (
+        lambda q, k, v: (q, k, v),
+        {"softcap": 0.0},
+        "softcap: got 0.0, takes None or a number from 1e-30 to 1e30",
+    ),
+    "softcap inf": (
+        lambda q, k, v: (q, k, v),
+        {"softcap": np.inf},
+        "softcap: got inf, takes None or a number from 1e-30 to 1e30",
+    ),
+    "softcap past float32": (
+        lambda q, k, v: (q, k, v),
+        {"softcap": 1e39},
+        "softcap: got 1e.39, takes None or a number",
+    ),
+    "softcap past floats": (lambda q, k, v: (q, k, v), {"softcap": 10**400}, "softcap: got 1000"),
+    "dropout past floats": (lambda q, k, v: (q, k, v), {"dropout_p": 10**400}, "dropout_p: got 1000"),
+    "softcap text": (
+        lambda q, k, v: (q, k, v),
+        {"softcap": "30"},
+        "softcap: got '30', takes None or a number from 1e-30 to 1e30",
+    ),
     "slopes in half": (
         lambda q, k, v: (q, k, v),
         {"alibi_slopes": np.zeros(4, np.float16)},

@@ -154,3 +154,9 @@ def test_a_plot(tmp_path):
     best, rows = measured(contestants.OrdinaryArrays(np))
     plots.bench(best, rows, tmp_path / "bench.png")
     assert (tmp_path / "bench.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize("case", [replace(CASE, seqlen_q=1, seqlen_k=1), replace(CASE, options=(("dropout_p", 0.1),))])
+def test_right_results_are_timed(case):
+    """Gradients that are exactly 0; and what dropout leaves, with the seed of the reference."""
+    assert [row.failure for row in measured(case=case)[1]] == [None, None]

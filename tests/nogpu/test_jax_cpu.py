@@ -192,6 +192,17 @@ def test_errors_are_those_of_the_public_function():
         flash_attention(q, k, v, no_such_option=1)
 
 
+def test_a_gradient_that_there_is_not_is_refused():
+    from pyflash.jax import flash_attention
+
+    q, k, v = inputs()
+    slopes = jnp.ones(4)
+    with pytest.raises(ValueError, match="^alibi_slopes: got an array that is traced.*it has no gradient"):
+        jax.grad(lambda slopes: flash_attention(q, k, v, alibi_slopes=slopes).sum())(slopes)
+    gradient = jax.grad(lambda q: flash_attention(q, k, v, alibi_slopes=slopes).sum())(np.asarray(q))
+    assert gradient.shape == q.shape
+
+
 def test_other_libraries_next_to_it_are_refused():
     q, k, v = inputs()
     with pytest.raises(TypeError, match="^v: got a numpy array, takes jax on the CPU, as q"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 
+import numpy as np
 import pytest
 
 import pyflash
@@ -100,8 +101,32 @@ def test_what_torch_refuses_too(ours):
         ours(q, k.detach().numpy(), v)
     with pytest.raises(ValueError, match="^value: got 2 dimensions, takes a tensor of 3 or more"):
         ours(q, k, v[0, 0])
-    with pytest.raises(ValueError, match="^k: got shape"):
-        ours(q, k[:1], v[:1])
+    with pytest.raises(ValueError, match=r"^query, key, value: got \(2, .*takes shapes that broadcast"):
+        ours(q, torch.cat((k, k[:1])), torch.cat((v, v[:1])))
+    with pytest.raises(TypeError, match="^attn_mask: got ndarray, takes a torch tensor"):
+        ours(q, k, v, attn_mask=np.ones((5, 7), bool))
+
+
+SHAPES_BEFORE_HEADS = [((2,), (1,)), ((2, 3), (2, 3)), ((2, 3), (3,)), ((2, 3), (1, 3)), ((1, 3), (2, 1))]
+
+
+@pytest.mark.parametrize("before_q, before_k", SHAPES_BEFORE_HEADS)
+@pytest.mark.parametrize("before_mask", [None, (), (1,), "as q"])
+def test_shapes_before_the_heads_broadcast(ours, before_q, before_k, before_mask):
+    q, k, v = (torch.randn(*before, 4, n, 8) for before, n in ((before_q, 5), (before_k, 7), (before_k, 7)))
+    mask = None
+    if before_mask is not None:
+        mask = torch.randn(*(before_q if before_mask == "as q" else before_mask), 1, 5, 7)
+    torch.testing.assert_close(ours(q, k, v, attn_mask=mask), theirs(q, k, v, attn_mask=mask), rtol=1e-4, atol=1e-5)
+
+
+def test_pairs_that_do_not_match_are_refused(ours):
+    q, k, v = (torch.randn(*before, 4, 5, 8) for before in ((2, 3), (3, 2), (3, 2)))
+    with pytest.raises(ValueError, match="^query, key, value: got"):
+        ours(q, k, v)
+    for before in ((6,), (3, 2)):
+        with pytest.raises(ValueError, match="^attn_mask: got .*takes what broadcasts to"):
+            ours(q, q, q, attn_mask=torch.ones(*before, 1, 5, 5, dtype=torch.bool))
 
 
 def test_compiled(ours):
