@@ -202,6 +202,7 @@ def flash_attention_backward(
     gradients = tuple(name for name, flag in wanted.items() if flag)
     if dropout_p:
         if seed is None:
+            features.BY_NAME["dropout_p"].check(dropout_p)  # what is wrong with that comes first
             raise ValueError("seed: got None, takes the forward's where there is dropout")
         options["seed"] = seed = features.check_seed(seed)
     if arrays.traced_by_torch():

@@ -212,6 +212,8 @@ def test_bad_backward_calls():
         call(out, q, k, v, out, lse, return_dbias=True)
     with pytest.raises(ValueError, match=r"^seed: got None, takes the forward's"):
         call(out, q, k, v, out, lse, dropout_p=0.1)
+    with pytest.raises(ValueError, match=r"^dropout_p: got 1.5, takes a number from 0"):
+        call(out, q, k, v, out, lse, dropout_p=1.5)
     with pytest.raises(TypeError, match=r"^deterministic: got 1, takes True or False"):
         call(out, q, k, v, out, lse, deterministic=1)
 
