@@ -13,6 +13,7 @@ from functools import cache
 import numpy as np
 
 from .errors import Unsupported
+from .features import BY_NAME
 from .problem import DTYPES, ITEMSIZES, Tensor, argument
 
 _DLPACK_CPU, _DLPACK_CUDA = 1, 2
@@ -255,7 +256,8 @@ def kind_of(array, name: str) -> Kind:
         if array.device.type == "cpu":
             dtype = str(array.dtype).removeprefix("torch.")
             if dtype not in ITEMSIZES:  # not left to NumPy, which does not know them all
-                raise TypeError(f"{shown}: got dtype {dtype}, takes one of {', '.join(DTYPES)}")
+                takes = BY_NAME[name].takes if name in BY_NAME else f"one of {', '.join(DTYPES)}"
+                raise TypeError(f"{shown}: got dtype {dtype}, takes {takes}")
             return TORCH_CPU
         raise Unsupported(f"{shown}: got a torch tensor on {array.device}, takes one on a CUDA device or the CPU")
     if library == "numpy":

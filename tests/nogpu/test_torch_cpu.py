@@ -261,6 +261,11 @@ def test_other_dtypes_are_refused(dtype):
         pyflash.flash_attention(q, k, v)
 
 
+def test_a_mask_of_numbers_is_told_what_it_takes():
+    with pytest.raises(TypeError, match="^mask: got dtype int32, takes None or a boolean array"):
+        pyflash.flash_attention(*tensors(), mask=torch.ones(1, dtype=torch.int32))
+
+
 def test_sparse_tensors_are_refused():
     q, k, v = tensors()
     with pytest.raises((TypeError, pyflash.Unsupported), match="^q: "):
