@@ -11,10 +11,11 @@ import os
 import re
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, wraps
 from pathlib import Path
 
 from . import debug, source
@@ -98,6 +99,18 @@ def _compiled(text: str, name: str, arch: str):
         nvrtc.destroyProgram(handle)
 
 
+def apart(compile: Callable):
+    """`compile` in a thread of its own: NVRTC 12 leaves another locale in the thread that it compiled in."""
+
+    @wraps(compile)
+    def run(*arguments):
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(compile, *arguments).result()
+
+    return run
+
+
+@apart
 def compile_program(text: str, name: str, arch: str) -> tuple[bytes, str]:
     """A program's cubin for `arch` ("sm_90a"), and NVRTC's and the assembler's log."""
     with _compiled(text, name, arch) as (nvrtc, handle):
@@ -105,6 +118,7 @@ def compile_program(text: str, name: str, arch: str) -> tuple[bytes, str]:
         return nvrtc.getCUBIN(handle) + b"\0", nvrtc.getProgramLog(handle)
 
 
+@apart
 def ptx(launch: Launch, arch: str) -> bytes:
     """What the assembler makes the cubin of."""
     with _compiled(source.program(launch), launch.kernel, arch.replace("sm_", "compute_")) as (nvrtc, handle):

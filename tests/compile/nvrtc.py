@@ -29,6 +29,7 @@ class Nvrtc:
         assert not self._call("GetSupportedArchs", archs)
         return list(archs)
 
+    @compile.apart
     def compile(self, text: str, name: str, arch: str) -> tuple[bytes, str]:
         """The cubin and the log, or b"" and the log. With the options of `pyflash.compile`."""
         headers = source.headers(text)

@@ -6,6 +6,7 @@ choice of them in which each row meets each feature is compiled; `-m full` compi
 
 from __future__ import annotations
 
+import locale
 from concurrent.futures import Future
 from functools import cache
 
@@ -99,9 +100,11 @@ def test_with_another_nvrtc(library, kernel):
     """Each kernel with the compilers that --nvrtc names: the largest head_dims of two architectures."""
     nvrtc = Nvrtc(library)
     variants = [v for v in chosen_variants() if v.launch.kernel == kernel and v.device.arch in nvrtc.archs]
+    encoding = locale.getpreferredencoding(False)
     largest = {v.device.arch: v for v in sorted(variants, key=lambda v: v.launch.smem_bytes)}
     assert largest
     for variant in list(largest.values())[-2:]:
         cubin, log = nvrtc.compile(source.program(variant.launch), kernel, variant.arch)
         assert cubin, f"NVRTC {nvrtc.version}: {log}"
         check(variant, cubin, log)
+    assert locale.getpreferredencoding(False) == encoding, "compiling changed the thread's locale"
