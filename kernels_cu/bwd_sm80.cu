@@ -351,6 +351,12 @@ bwd_sm80(const __grid_constant__ Params p) {
       Scores dp;
       multiply_rows<TILE_DV, KEPT_DV>(dp, v_kept, lane_address<TILE_DV, ROWS_FIRST>(smem.v, key0, lane),
                                       lane_address<TILE_DV, COLS_FIRST>(smem.dout[tile.slot], 0, lane));
+      Scores s;  // role 0 has them, too, but there is no room to hand them over
+      if constexpr (KEEPS_SCORES) {
+        Kept<0> none;
+        multiply_rows<TILE_D, 0>(s, none, lane_address<TILE_D, ROWS_FIRST>(smem.k, key0, lane),
+                                 lane_address<TILE_D, COLS_FIRST>(smem.q[tile.slot], 0, lane));
+      }
       const Scorer scorer = scorer_of(tile);
 #pragma unroll
       for (int m = 0; m < Q_BLOCKS; m++) {
@@ -365,8 +371,10 @@ bwd_sm80(const __grid_constant__ Params p) {
             const int n = i / 4, e = i % 4;
             float& x = dp[n][m][half][e];
             const float prob = to_real(Element{(unsigned short)(pt[n][half * 2 + e / 2] >> (e % 2 * 16))});
-            x = scorer.gradient(prob, x, e % 2 ? delta.second : delta.first, e % 2 ? lse.second : lse.first,
-                                m * BLOCK + half * 8 + e % 2, n * BLOCK + e / 2 * 8);
+            const int q_offset = m * BLOCK + half * 8 + e % 2, kv_offset = n * BLOCK + e / 2 * 8;
+            const float unmodified = KEEPS_SCORES ? scorer.unmodified(s[n][m][half][e], q_offset, kv_offset) : 0;
+            x = scorer.gradient(prob, x, e % 2 ? delta.second : delta.first, e % 2 ? lse.second : lse.first, q_offset,
+                                kv_offset, unmodified);
           }
         }
       }

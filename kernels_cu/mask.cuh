@@ -11,10 +11,20 @@ constexpr bool BOUND_LEFT = cfg::WINDOW_LEFT, BOUND_RIGHT = cfg::CAUSAL || cfg::
 // Whether kv_range depends on the rows. If not, all warps of a query tile walk the same key tiles.
 constexpr bool ROWS_DIFFER = BOUND_LEFT || BOUND_RIGHT;
 // Whether a key that exists may be hidden from some row.
-constexpr bool HIDES_KEYS = ROWS_DIFFER || cfg::MASK;
+constexpr bool HIDES_ANYWHERE = cfg::MASK || cfg::MASK_MOD;  // apart from its position
+constexpr bool HIDES_KEYS = ROWS_DIFFER || HIDES_ANYWHERE;
+
+using Real = decltype(Params::scale_log2);
 
 // Which head of the score matrix.
 struct Head { int batch, head; };
+
+// The user's functions, in programs that have them.
+namespace mod {
+__device__ Real score_mod(const Params& p, Real score, int batch, int head, int q_idx, int kv_idx);
+__device__ Real score_mod_slope(const Params& p, Real score, int batch, int head, int q_idx, int kv_idx);
+__device__ bool mask_mod(const Params& p, int batch, int head, int q_idx, int kv_idx);
+}  // namespace mod
 
 __device__ __forceinline__ int window_right(const Params& p) { return cfg::CAUSAL ? 0 : p.window_right; }
 // Query i sees keys from i + left_shift on, and up to i + right_shift.
@@ -47,7 +57,7 @@ __device__ __forceinline__ TileRange kv_range(const Params& p, int m0, int rows 
     range.begin = min(max(m0 + left_shift(p), 0) / cfg::TILE_N, end);
     range.full_begin = ceil_div(max(min(m0 + rows, p.seqlen_q) - 1 + left_shift(p), 0), cfg::TILE_N);
   }
-  if (cfg::MASK) range.full_begin = end;
+  if (HIDES_ANYWHERE) range.full_begin = end;
   return range;
 }
 
@@ -67,7 +77,7 @@ __device__ __forceinline__ TileRange q_range(const Params& p, int n0) {
     range.end = max(ceil_div(end_of_last, cfg::TILE_M), range.begin);
     range.full_end = end_of_first >= p.seqlen_q ? range.end : max(end_of_first, 0) / cfg::TILE_M;
   }
-  if (cfg::MASK || n0 + cfg::TILE_N > p.seqlen_k) range.full_begin = range.end;
+  if (HIDES_ANYWHERE || n0 + cfg::TILE_N > p.seqlen_k) range.full_begin = range.end;
   return range;
 }
 
@@ -106,14 +116,30 @@ template <> struct Listed<false> {
   __device__ __forceinline__ bool has(int) const { return true; }
 };
 
+// The same as a function of the user's has it.
+template <bool> struct Chosen {
+  const Params& p;
+  Head at;
+  int q_idx, kv_idx;
+  bool along_keys;
+  __device__ __forceinline__ bool has(int offset) const {
+    return mod::mask_mod(p, at.batch, at.head, q_idx + (along_keys ? 0 : offset), kv_idx + (along_keys ? offset : 0));
+  }
+};
+template <> struct Chosen<false> {
+  __device__ __forceinline__ Chosen(const Params&, const Head&, int, int, bool) {}
+  __device__ __forceinline__ bool has(int) const { return true; }
+};
+
 // What query q_idx sees of the keys kv0 + offset. Made once a row, it takes one comparison or two an element where
 // offsets are constants.
 struct VisibleKeys {
   Below<true> last;
   From<BOUND_LEFT> first;
   Listed<cfg::MASK> listed;
+  Chosen<cfg::MASK_MOD> chosen;
   __device__ __forceinline__ bool has(int offset) const {
-    return last.has(offset) && first.has(offset) && listed.has(offset);
+    return last.has(offset) && first.has(offset) && listed.has(offset) && chosen.has(offset);
   }
 };
 __device__ __forceinline__ VisibleKeys visible_keys(const Params& p, int q_idx, int kv0, const Head& at = {}) {
@@ -121,7 +147,7 @@ __device__ __forceinline__ VisibleKeys visible_keys(const Params& p, int q_idx, 
   if constexpr (BOUND_LEFT) begin = q_idx + left_shift(p) - kv0;
   if constexpr (BOUND_RIGHT) end = min(end, q_idx + right_shift(p) + 1);
   if constexpr (cfg::MASK) end = q_idx < p.seqlen_q ? end : 0;
-  return {{end - kv0}, {begin}, {p, at, q_idx, kv0, true}};
+  return {{end - kv0}, {begin}, {p, at, q_idx, kv0, true}, {p, at, q_idx, kv0, true}};
 }
 
 // And for a whole key: which of the queries q0 + offset see key kv_idx.
@@ -129,8 +155,9 @@ struct VisibleQueries {
   From<true> first;
   Below<BOUND_LEFT || cfg::MASK> last;
   Listed<cfg::MASK> listed;
+  Chosen<cfg::MASK_MOD> chosen;
   __device__ __forceinline__ bool has(int offset) const {
-    return first.has(offset) && last.has(offset) && listed.has(offset);
+    return first.has(offset) && last.has(offset) && listed.has(offset) && chosen.has(offset);
   }
 };
 __device__ __forceinline__ VisibleQueries visible_queries(const Params& p, int kv_idx, int q0, const Head& at = {}) {
@@ -139,19 +166,21 @@ __device__ __forceinline__ VisibleQueries visible_queries(const Params& p, int k
   if constexpr (BOUND_RIGHT) begin = kv_idx - right_shift(p);
   if constexpr (BOUND_LEFT) end = kv_idx - left_shift(p) + 1 - q0;
   if constexpr (cfg::MASK) end = min(end, p.seqlen_q - q0);
-  return {{kv_idx < p.seqlen_k ? begin - q0 : NONE}, {end}, {p, at, q0, kv_idx, false}};
+  return {{kv_idx < p.seqlen_k ? begin - q0 : NONE}, {end}, {p, at, q0, kv_idx, false}, {p, at, q0, kv_idx, false}};
 }
 
 // Whether query q_idx sees key kv_idx. True everywhere in the tiles of a full range.
 __device__ __forceinline__ bool visible(const Params& p, int q_idx, int kv_idx, const Head& at = {}) {
   return kv_idx < p.seqlen_k && (!BOUND_RIGHT || kv_idx <= q_idx + right_shift(p)) &&
          (!BOUND_LEFT || kv_idx >= q_idx + left_shift(p)) &&
-         (!cfg::MASK || (q_idx < p.seqlen_q && Listed<cfg::MASK>(p, at, q_idx, kv_idx, true).has(0)));
+         (!cfg::MASK || (q_idx < p.seqlen_q && Listed<cfg::MASK>(p, at, q_idx, kv_idx, true).has(0))) &&
+         Chosen<cfg::MASK_MOD>{p, at, q_idx, kv_idx, true}.has(0);
 }
 
 // ---- Scores ---------------------------------------------------------------------------------------------------------
 
-using Real = decltype(Params::scale_log2);
+// Whether gradient() takes the scores as unmodified() gives them. If not, it makes do with p.
+constexpr bool KEEPS_SCORES = cfg::SCORE_MOD;
 
 // What the softmax of a row starts from, in units of log2.
 __device__ __forceinline__ Real row_start(const Params& p, const Head& at) {
@@ -198,7 +227,7 @@ struct Scorer {
       distance = q_idx + p.seqlen_k - p.seqlen_q - kv_idx;
     }
     if constexpr (cfg::BIAS) bias = p.bias + place(p.bias_stride, at, q_idx, kv_idx);
-    if constexpr (cfg::BIAS || DROPS) this->at = at, this->q_idx = q_idx, this->kv_idx = kv_idx;
+    if constexpr (cfg::BIAS || cfg::SCORE_MOD || DROPS) this->at = at, this->q_idx = q_idx, this->kv_idx = kv_idx;
   }
 
   // What is added to the product's own score.
@@ -211,6 +240,18 @@ struct Scorer {
     return sum;
   }
   __device__ __forceinline__ Real score(Real qk, int q_offset, int kv_offset) const {
+    return modified(unmodified(qk, q_offset, kv_offset), q_offset, kv_offset);
+  }
+  // It in two steps. What queries that do not exist score is left alone: it must not become NaN.
+  __device__ __forceinline__ Real modified(Real s, int q_offset, int kv_offset) const {
+    if constexpr (cfg::SCORE_MOD) {
+      const int query = q_idx + q_offset, key = kv_idx + kv_offset;
+      const Real made = mod::score_mod(p, s * NATURAL, at.batch, at.head, query, key) * Real(LOG2_E);
+      if (query < p.seqlen_q) s = made;
+    }
+    return s;
+  }
+  __device__ __forceinline__ Real unmodified(Real qk, int q_offset, int kv_offset) const {
     if (!cfg::SCALE_FIRST) return qk;
     const Real s = cfg::SOFTCAP ? p.softcap_out * tanh_score(qk * p.softcap_in) : qk * p.scale_log2;
     return ADDS ? s + addend(q_offset, kv_offset) : s;
@@ -239,14 +280,19 @@ struct Scorer {
   }
 
   // ds of the product from p = 2^(score - origin), marked, dp and delta. The slope of softcap follows from p too: whoever
-  // computes ds need not have the score. It is 0 where p is, or is not a number.
-  __device__ __forceinline__ Real gradient(Real prob, Real dp, Real delta, Real origin, int q_offset,
-                                           int kv_offset) const {
+  // computes ds need not have the score, but for KEEPS_SCORES. It is 0 where p is, or is not a number.
+  __device__ __forceinline__ Real gradient(Real prob, Real dp, Real delta, Real origin, int q_offset, int kv_offset,
+                                           Real unmodified = 0) const {
     if constexpr (DROPS) {
       dp = prob > 0 ? dp * kept_scale(p) : Real(0);
       prob = abs_real(prob);
     }
-    const Real ds = prob * (dp - delta);
+    Real ds = prob * (dp - delta);
+    if constexpr (cfg::SCORE_MOD) {
+      const int query = q_idx + q_offset, key = kv_idx + kv_offset;
+      const Real slope = mod::score_mod_slope(p, unmodified * NATURAL, at.batch, at.head, query, key);
+      ds *= prob != 0 ? slope : Real(1);
+    }
     if constexpr (cfg::BIAS) {
       // What is hidden or does not exist has p = 0.
       if (p.dbias && prob != 0) {
@@ -254,13 +300,14 @@ struct Scorer {
       }
     }
     if (!cfg::SOFTCAP) return ds;
-    const Real capped = log2_real(prob) + origin - addend(q_offset, kv_offset);
+    const Real capped = (KEEPS_SCORES ? unmodified : log2_real(prob) + origin) - addend(q_offset, kv_offset);
     const Real t = max(min(capped * p.softcap_out_inverse, Real(1)), Real(-1));
     return ds * (1 - t * t);
   }
 
  private:
   static constexpr bool ADDS = cfg::ALIBI || cfg::BIAS;
+  static constexpr Real NATURAL = 1 / LOG2_E;  // from units of log2 to those of the functions
   static __device__ __forceinline__ i64 place(const i64 (&stride)[4], const Head& at, int q_idx, int kv_idx) {
     return at.batch * stride[0] + at.head * stride[1] + q_idx * stride[2] + kv_idx * stride[3];
   }

@@ -3,6 +3,7 @@
 from . import reference
 from .api import explain, flash_attention, flash_attention_backward
 from .errors import CompileError, LaunchError, Unsupported
+from .trace import abs, cos, exp, floor, log, maximum, minimum, sin, sqrt, tanh, where
 
 __version__ = "0.1.0"
 
@@ -10,8 +11,19 @@ __all__ = [
     "CompileError",
     "LaunchError",
     "Unsupported",
+    "abs",
+    "cos",
+    "exp",
     "explain",
     "flash_attention",
     "flash_attention_backward",
+    "floor",
+    "log",
+    "maximum",
+    "minimum",
     "reference",
+    "sin",
+    "sqrt",
+    "tanh",
+    "where",
 ]

@@ -25,6 +25,8 @@ def flash_attention(
     bias=None,
     mask=None,
     sinks=None,
+    score_mod=None,
+    mask_mod=None,
     dropout_p=0.0,
     seed=None,
     return_lse=False,
@@ -60,6 +62,15 @@ def flash_attention(
     sinks : array (heads_q,), optional
         A score of each head that takes part in its softmax and has no value: exp(sink) is added to each row's sum. Of
         lse's dtype. Where it is given, lse includes it.
+    score_mod : function, optional
+        ``f(score, batch, head, q_idx, kv_idx)`` gives what a score becomes after all of the above. It is called once,
+        to be traced and compiled into the kernels; its derivative follows by itself. It may use arithmetic,
+        comparisons, ``& | ^ ~``, ``// %`` of integers, ``pyflash.where, exp, log, tanh, abs, minimum, maximum, sqrt,
+        sin, cos, floor``, and elements of up to four arrays of q's kind that it captures, as in ``table[head, q_idx]``
+        (outside of an array is its edge). Python numbers that it captures are constants of the kernel. Indices count
+        from 0, and integers have 32 bits but where an int64 array takes part.
+    mask_mod : function, optional
+        ``f(batch, head, q_idx, kv_idx)``, made in the same way, says which query sees which key.
     dropout_p : float
         The probability with which a probability is dropped after the softmax; the others are divided by 1 - dropout_p.
     seed : int, optional
@@ -98,6 +109,8 @@ def flash_attention(
         "bias": bias,
         "mask": mask,
         "sinks": sinks,
+        "score_mod": score_mod,
+        "mask_mod": mask_mod,
         "dropout_p": dropout_p,
     }
     given = {"q": q, "k": k, "v": v} if out is None else {"q": q, "k": k, "v": v, "o": out}
@@ -144,6 +157,8 @@ def flash_attention_backward(
     bias=None,
     mask=None,
     sinks=None,
+    score_mod=None,
+    mask_mod=None,
     dropout_p=0.0,
     seed=None,
     dlse=None,
@@ -157,7 +172,8 @@ def flash_attention_backward(
     ----------
     dout : array (batch, seqlen_q, heads_q, head_dim_v)
         The gradient of out; any strides.
-    q, k, v, softmax_scale, causal, window, softcap, alibi_slopes, bias, mask, sinks, dropout_p, seed
+    q, k, v, softmax_scale, causal, window, softcap, alibi_slopes, bias, mask, sinks, score_mod, mask_mod,
+    dropout_p, seed
         As they were in the forward call.
     out, lse
         What the forward call returned.
@@ -190,6 +206,8 @@ def flash_attention_backward(
         "bias": bias,
         "mask": mask,
         "sinks": sinks,
+        "score_mod": score_mod,
+        "mask_mod": mask_mod,
         "dropout_p": dropout_p,
     }
     given = {"q": q, "k": k, "v": v, "dout": dout, "o": out, "lse": lse}
@@ -233,6 +251,8 @@ def explain(
     bias=None,
     mask=None,
     sinks=None,
+    score_mod=None,
+    mask_mod=None,
     dropout_p=0.0,
     seed=None,
     backward=False,
@@ -243,7 +263,8 @@ def explain(
 
     Parameters
     ----------
-    q, k, v, softmax_scale, causal, window, softcap, alibi_slopes, bias, mask, sinks, dropout_p, seed
+    q, k, v, softmax_scale, causal, window, softcap, alibi_slopes, bias, mask, sinks, score_mod, mask_mod,
+    dropout_p, seed
         As for `flash_attention`.
     backward : bool
         Explain `flash_attention_backward`, with contiguous dout and out.
@@ -265,6 +286,8 @@ def explain(
         "bias": bias,
         "mask": mask,
         "sinks": sinks,
+        "score_mod": score_mod,
+        "mask_mod": mask_mod,
         "dropout_p": dropout_p,
     }
     given = {"q": q, "k": k, "v": v}
@@ -298,8 +321,9 @@ _MAX_PREPARED = 4096
 def _split(options: dict[str, object], given: dict[str, object]) -> dict[str, object]:
     """The scalars among a call's options that are on, checked; the arrays join those that are `given`."""
     on = features.check({name: value for name, value in options.items() if name != "seed"})
-    given |= {name: value for name, value in on.items() if features.BY_NAME[name].is_array}
-    return {name: value for name, value in on.items() if name not in given}
+    scalars, arrays = features.parted(on)
+    given |= arrays
+    return scalars
 
 
 def _tensors(kind: arrays.Kind, keys: dict[str, arrays.Key]) -> dict[str, problem.Tensor]:

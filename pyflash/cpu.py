@@ -87,7 +87,7 @@ def backward(
                     k_tile, v_tile = k_stack[:, :, n], v_stack[:, :, n]
                     s = q_tile @ k_tile.swapaxes(-1, -2)
                     s *= scale
-                    slope = stack.slope(s, m, n)
+                    slope, slope_since_bias = stack.slopes(s, m, n)
                     s = stack.score(s, m, n)
                     s -= shift
                     p = np.exp(s, out=s)
@@ -101,10 +101,8 @@ def backward(
                         np.copyto(p, 0, where=~visible)
                         np.copyto(ds, 0, where=~visible)
                     if dbias is not None:
-                        stack.add_dbias(dbias_sum, m, n, ds)
-                    ds *= slope
-                    if visible is not None and not np.isscalar(slope):
-                        np.copyto(ds, 0, where=~visible)
+                        stack.add_dbias(dbias_sum, m, n, _selected(ds * slope_since_bias, visible))
+                    ds = _selected(ds * slope, visible)
                     dv_stack[:, :, n] += _matmul(p.swapaxes(-1, -2), dout_tile, transposed)
                     dk_stack[:, :, n] += _matmul(ds.swapaxes(-1, -2), q_tile, transposed)
                     dq_tile += _matmul(ds, k_tile, visible)
@@ -166,11 +164,11 @@ class _Stack:
         by_head = s.reshape(s.shape[0], -1, m.stop - m.start, s.shape[-1])
         return features.score(self.on, by_head, self._place(m, n)).reshape(s.shape)
 
-    def slope(self, s, m: slice, n: slice):
-        """Its derivative, of a tile before it."""
+    def slopes(self, s, m: slice, n: slice):
+        """Its derivatives, of a tile before it: by the scores, and by what the bias adds."""
         by_head = s.reshape(s.shape[0], -1, m.stop - m.start, s.shape[-1])
-        slope = features.slope(self.on, by_head, self._place(m, n))
-        return slope if np.isscalar(slope) else slope.reshape(s.shape)
+        slopes = features.slopes(self.on, by_head, self._place(m, n))
+        return tuple(slope if np.isscalar(slope) else slope.reshape(s.shape) for slope in slopes)
 
     def weight(self, m: slice, n: slice):
         """What a tile's probabilities are multiplied with on their way to the values."""
@@ -229,6 +227,13 @@ def _stacks(q, k, on: dict[str, object]) -> Iterator[_Stack]:
 
 def _tiles(end: int, size: int, begin: int = 0) -> Iterator[slice]:
     return (slice(start, min(start + size, end)) for start in range(begin, end, size))
+
+
+def _selected(ds, visible):
+    """0 where hidden, whatever the slope is there."""
+    if visible is not None:
+        np.copyto(ds, 0, where=~visible)
+    return ds
 
 
 def _matmul(weights, rows, visible):

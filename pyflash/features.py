@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from . import trace
+
 LOG2_E = math.log2(math.e)
 SIMT, SM80, SM90 = (("fwd_simt", "bwd_simt"), ("fwd_sm80", "bwd_sm80"), ("fwd_sm90", "bwd_sm90"))
 
@@ -373,12 +375,75 @@ class _Dropout(Feature):
         return np.where(bits >= threshold, 65536 / (65536 - threshold), 0.0)
 
 
+class _Function(Feature):
+    """A Python function, traced. Its value is a trace.Mod."""
+
+    def check(self, value):
+        return trace.trace(self.name, value)
+
+    def evaluated(self, graph: trace.Graph, value: trace.Mod, at: Place, real: type, **score) -> np.ndarray:
+        places = dict(zip(trace.INPUTS["mask_mod"], at.indices(), strict=True))
+        found = graph.evaluate({**score, **places}, value.arrays, real)
+        return np.broadcast_to(found, [part.stop - part.start for part in at[:4]])
+
+
+class _ScoreMod(_Function):
+    name, takes = "score_mod", "None or a function (score, batch, head, q_idx, kv_idx) -> score"
+    changes_scores = True
+    flags = ("SCORE_MOD",)
+    kernels = SIMT + SM80
+
+    def score(self, value, s, at):
+        return self.evaluated(value.graph, value, at, s.dtype.type, score=s).copy()
+
+    def slope(self, value, s, at):
+        return self.evaluated(value.slope, value, at, s.dtype.type, score=s)
+
+
+class _MaskMod(_Function):
+    name, takes = "mask_mod", "None or a function (batch, head, q_idx, kv_idx) -> bool"
+    hides_anywhere = True
+    flags = ("MASK_MOD",)
+    kernels = SIMT + SM80
+
+    def visible(self, value, at):
+        return self.evaluated(value.graph, value, at, np.float64)
+
+
+class _Captured(Feature):
+    """An array that `score_mod` and `mask_mod` capture: no argument of its own, and taken wherever they are."""
+
+    is_array = True
+    flags = ()
+    kernels = SIMT + SM80 + SM90
+
+    def __init__(self, place: int):
+        self.name = f"mod_array_{place}"
+        self.fields = (
+            Field(self.name, "pointer", "const void*", "what a function captures; SCORE_MOD, MASK_MOD"),
+            Field(f"{self.name}_stride", "i64", "long long", "elements: each dimension", trace.MAX_DIMENSIONS),
+            Field(f"{self.name}_size", "i32", "int", "of each dimension", trace.MAX_DIMENSIONS),
+        )
+
+    def shape_error(self, shape, sizes):
+        return None if 0 not in shape or 0 in sizes else "one with elements"
+
+    def dtypes(self, dtype, real):
+        return tuple(trace.ELEMENTS)
+
+    def values(self, value, softmax_scale, sizes):
+        unused = (0,) * (trace.MAX_DIMENSIONS - len(value.shape))
+        return {f"{self.name}_stride": (*value.strides, *unused), f"{self.name}_size": (*value.shape, *unused)}
+
+
 FEATURES: tuple[Feature, ...] = (
-    _Causal(), _Window(), _Softcap(), _AlibiSlopes(), _Bias(), _Mask(), _Sinks(), _Dropout()
+    _Causal(), _Window(), _Softcap(), _AlibiSlopes(), _Bias(), _Mask(), _Sinks(), _ScoreMod(), _MaskMod(), _Dropout()
 )  # fmt: skip
-BY_NAME = {feature.name: feature for feature in FEATURES}
+CAPTURED = tuple(_Captured(place) for place in range(trace.MAX_ARRAYS))
+FUNCTIONS = tuple(trace.INPUTS)  # the features that are functions
+BY_NAME = {feature.name: feature for feature in FEATURES + CAPTURED}
 DEFAULTS = {feature.name: feature.default for feature in FEATURES}
-FIELDS = tuple(field for feature in FEATURES for field in feature.fields)
+FIELDS = tuple(field for feature in FEATURES + CAPTURED for field in feature.fields)
 
 
 def check(options: Mapping[str, object]) -> dict[str, object]:
@@ -401,7 +466,23 @@ def check(options: Mapping[str, object]) -> dict[str, object]:
         on = {**causal, "window": (left, right), **on}
     if "dropout_p" in on and options.get("seed") is not None:
         on["dropout_p"] = on["dropout_p"], check_seed(options["seed"])
+    if functions := [name for name in FUNCTIONS if name in on]:
+        mods = trace.joined([on[name] for name in functions])
+        if arrays := tuple(options[slot.name] for slot in CAPTURED if slot.name in options):
+            mods = [mod._replace(arrays=arrays) for mod in mods]
+        on |= dict(zip(functions, mods, strict=True))
     return on
+
+
+def parted(on: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:
+    """What is hashable of features that are on, and the arrays, those that functions capture among them."""
+    scalars = {name: value for name, value in on.items() if not BY_NAME[name].is_array}
+    arrays = {name: value for name, value in on.items() if BY_NAME[name].is_array}
+    for name in FUNCTIONS:
+        if name in scalars:
+            arrays |= {slot.name: array for slot, array in zip(CAPTURED, scalars[name].arrays, strict=False)}
+            scalars[name] = scalars[name]._replace(arrays=())
+    return scalars, arrays
 
 
 def check_seed(value: object) -> int:
@@ -483,13 +564,14 @@ def sink(on: Mapping[str, object], at: Place) -> np.ndarray | None:
     return next((sink for sink in found if sink is not None), None)
 
 
-def slope(on: Mapping[str, object], s: np.ndarray, at: Place) -> np.ndarray | float:
-    """The derivative of score() at s."""
-    total = 1.0
+def slopes(on: Mapping[str, object], s: np.ndarray, at: Place) -> tuple[np.ndarray | float, np.ndarray | float]:
+    """The derivatives of score() at s: by s, and by what the bias adds to it."""
+    total = since_bias = 1.0
     for name, value in on.items():
-        total = total * BY_NAME[name].slope(value, s, at)
+        slope = BY_NAME[name].slope(value, s, at)
+        total, since_bias = total * slope, 1.0 if name == "bias" else since_bias * slope
         s = BY_NAME[name].score(value, s, at)
-    return total
+    return total, since_bias
 
 
 def support_matrix() -> str:

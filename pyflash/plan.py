@@ -11,6 +11,7 @@ from .device import Device
 from .errors import Unsupported
 from .problem import DTYPES, REAL_DTYPES, Problem, Tensor
 from .tiles import FAMILIES, KERNELS, Kernel, Row
+from .trace import INPUTS, Graph
 
 _WORKSPACE_ALIGNMENT = 256
 _MAX_GRID = 2**31 - 1
@@ -32,7 +33,7 @@ class TensorMap:
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch. The text to compile follows from `kernel`, `real` and `config` alone."""
+    """One kernel launch. The text to compile follows from `kernel`, `real`, `config` and `functions` alone."""
 
     kernel: str
     real: str  # float or double
@@ -43,6 +44,7 @@ class Launch:
     values: tuple[tuple[str, object], ...]  # Params that are known now
     arrays: tuple[tuple[str, str], ...]  # pointer Params and the arrays that they point to
     tensor_maps: tuple[tuple[str, TensorMap], ...] = ()
+    functions: tuple[tuple[str, tuple[str, ...], Graph], ...] = ()  # namespace mod: name, arguments, what it computes
     overlaps: bool = False  # may start before the launch before it has ended, and waits for that itself
 
 
@@ -182,6 +184,17 @@ def _score_config(problem: Problem) -> dict[str, object]:
     return {"SCALE_FIRST": scaled_first, "Bias": _bias_element(problem), **features.flags(problem.on)}
 
 
+def _functions(problem: Problem) -> tuple[tuple[str, tuple[str, ...], Graph], ...]:
+    """What the kernels are to compile of functions: their values, and in a backward their derivatives."""
+    made = []
+    for name, arguments in INPUTS.items():
+        if mod := problem.option(name):
+            made.append((name, arguments, mod.graph))
+            if problem.backward and mod.slope:
+                made.append((f"{name}_slope", arguments, mod.slope))
+    return tuple(made)
+
+
 def _bias_element(problem: Problem) -> str:
     bias = dict(problem.tensors).get("bias")
     return DTYPES[bias.dtype].element if bias else problem.dtype.element
@@ -230,6 +243,7 @@ def _launch(
         ),
         arrays=tuple((n, n) if isinstance(n, str) else n for n in (*arrays, *pointers, *on_arrays)),
         tensor_maps=tuple((tensor_maps or {}).items()),
+        functions=_functions(problem) if params.computes_scores(name) else (),
         overlaps=overlaps,
     )
 

@@ -29,7 +29,7 @@ DTYPES = {
     )
 }
 REAL_DTYPES = {"float": "float32", "double": "float64"}
-ITEMSIZES = {"bool": 1, **{row.name: row.itemsize for row in DTYPES.values()}}
+ITEMSIZES = {"bool": 1, "int32": 4, "int64": 8, **{row.name: row.itemsize for row in DTYPES.values()}}
 
 
 class Tensor(NamedTuple):
@@ -136,6 +136,8 @@ class Problem:
 
 def argument(name: str) -> str:
     """What the public functions call a tensor."""
+    if name in (slot.name for slot in features.CAPTURED):
+        return f"array {name.rpartition('_')[2]} that score_mod or mask_mod captures"
     return "out" if name == "o" else name
 
 

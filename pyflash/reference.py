@@ -52,7 +52,7 @@ def attention_backward(
             delta = delta - np.asarray(dlse, np.float64)
         visible, transposed = rows.visible, rows.visible.swapaxes(-1, -2)
         ds = np.where(visible, rows.p * (rows.weight * (dout @ v.swapaxes(-1, -2)) - delta[..., None]), 0.0)
-        dbias = summed_to(np.shape(options.get("bias", 0)), ds)
+        dbias = summed_to(np.shape(options.get("bias", 0)), np.where(visible, ds * rows.slope_since_bias, 0.0))
         ds = np.where(visible, ds * rows.slope, 0.0)
         dq = scale * select_matmul(ds, k, visible)
         dk = scale * select_matmul(ds.swapaxes(-1, -2), q, transposed)
@@ -68,7 +68,7 @@ class _Rows:
     def __init__(self, s, options: dict[str, object]):
         on, whole = features.check(options), Place.whole(Sizes(*s.shape))
         self.visible = visibility(Sizes(*s.shape), options)
-        weight, self.slope = features.weight(on, whole), features.slope(on, s, whole)
+        weight, (self.slope, self.slope_since_bias) = features.weight(on, whole), features.slopes(on, s, whole)
         self.weight = 1.0 if weight is None else weight
         s = np.where(self.visible, features.score(on, s, whole), -np.inf)
         sink = features.sink(on, whole)

@@ -47,6 +47,13 @@ def _constant(name: str, value: object) -> str:
     return f"using {name} = {value};"
 
 
+def _functions(launch: Launch) -> str:
+    if not launch.functions:
+        return ""
+    texts = (graph.cuda(name, arguments) for name, arguments, graph in launch.functions)
+    return "\n".join(['#include "mod.cuh"', "namespace mod {", *texts, "}", ""])
+
+
 def program(launch: Launch) -> str:
     """The text to compile for `launch`."""
     tables = params.TABLES[launch.kernel]
@@ -57,7 +64,7 @@ def program(launch: Launch) -> str:
             "namespace cfg {",
             *(_constant(name, value) for name, value in launch.config),
             "}",
-            params.c_struct(launch.kernel, launch.real) + f'#include "{launch.kernel}.cu"',
+            params.c_struct(launch.kernel, launch.real) + _functions(launch) + f'#include "{launch.kernel}.cu"',
             "",
         ]
     )

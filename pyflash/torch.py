@@ -16,7 +16,8 @@ import torch
 
 from . import entry
 from .errors import Unsupported
-from .features import BY_NAME, FEATURES
+from .features import BY_NAME, FEATURES, FUNCTIONS, check, parted
+from .problem import argument
 
 _ARRAYS = tuple(feature.name for feature in FEATURES if feature.is_array)
 
@@ -56,7 +57,8 @@ def attention(q, k, v, options: dict[str, object], deterministic: bool = False):
         seed = torch.randint(2**63 - 1, ())  # traced, it is drawn when what is compiled runs
         options = {**options, "seed": seed if torch.compiler.is_compiling() else int(seed)}
     arrays = {name: options[name] for name in _ARRAYS if options.get(name) is not None}
-    for name, array in arrays.items():
+    captured = {} if torch.compiler.is_compiling() else _captured(options)
+    for name, array in (arrays | captured).items():
         if array.requires_grad and name not in _DIFFERENTIABLE:
             raise ValueError(f"{name}: got a tensor that requires grad, takes one that does not: it has no gradient")
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
@@ -64,6 +66,12 @@ def attention(q, k, v, options: dict[str, object], deterministic: bool = False):
         return torch.ops.pyflash.attention(q, k, v, *_flattened(options), deterministic)
     scalars = {name: value for name, value in options.items() if name not in arrays}
     return _Attention.apply(scalars, tuple(arrays), deterministic, q, k, v, *arrays.values())
+
+
+def _captured(options: dict[str, object]) -> dict[str, torch.Tensor]:
+    """What the functions among options capture."""
+    functions = {name: options[name] for name in FUNCTIONS if options.get(name) is not None}
+    return {argument(name): array for name, array in parted(check(functions))[1].items()}
 
 
 def attention_backward(dout, q, k, v, out, lse, dlse, options: dict[str, object], deterministic: bool, wanted=()):

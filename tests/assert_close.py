@@ -145,9 +145,10 @@ class Terms:
     def score(self, s, keys):
         return features.score(self.on, s[..., np.argsort(keys)], self.whole)[..., keys]
 
-    def slope(self, s, keys):
-        slope = features.slope(self.on, s[..., np.argsort(keys)], self.whole)
-        return slope if np.isscalar(slope) else slope[..., keys]
+    def slopes(self, s, keys):
+        """The derivatives of score(): by the products, and by what the bias adds."""
+        slopes = features.slopes(self.on, s[..., np.argsort(keys)], self.whole)
+        return tuple(slope if np.isscalar(slope) else slope[..., keys] for slope in slopes)
 
     def slope_per_score(self) -> float:
         """How far the slope moves, at most, as the score does from which a backward takes it."""
@@ -180,10 +181,11 @@ class Ordinary:
         self.q, self.k, self.v = self._rows(q[..., dims]), self._rows(k[..., dims]), self._rows(v)
         with np.errstate(all="ignore"):
             qk = self.scale * matmul(self.q, self.k.swapaxes(-1, -2))
-            self.qk, self.s, self.slope = qk, terms.score(qk, keys), terms.slope(qk, keys)
+            self.qk, self.s = qk, terms.score(qk, keys)
+            self.slope, self.slope_since_bias = terms.slopes(qk, keys)
             self.unrounded_p, self.lse, _ = self._softmax(self.s)
             self.p, _, self.p_sink = self._softmax(self._rounded(terms.score(self._rounded(qk), keys)))
-            self.rounded_slope = terms.slope(self._rounded(qk), keys)
+            self.rounded_slope, _ = terms.slopes(self._rounded(qk), keys)
 
     def attention(self) -> tuple[np.ndarray, np.ndarray]:
         with np.errstate(all="ignore"):
@@ -198,7 +200,8 @@ class Ordinary:
             dp = np.where(self.visible, self._rounded(self.matmul(dout, self.v.swapaxes(-1, -2))), 0) * self.weight
             delta = (self.p * dp).sum(-1, keepdims=True) - (0 if dlse is None else dlse[..., None])
             ds = np.where(self.visible, self.p * (dp - delta), 0)
-            dbias, dsinks = self.terms.of_bias(ds, self.keys), -(self.p_sink * delta).sum((0, 2, 3))
+            dbias = self.terms.of_bias(np.where(self.visible, ds * self.slope_since_bias, 0), self.keys)
+            dsinks = -(self.p_sink * delta).sum((0, 2, 3))
             ds = self._rounded(np.where(self.visible, self.rounded_slope * ds, 0))
             dq = self.scale * self._selected(ds, self.k, self.visible)
             dk = self.scale * self._selected(ds.swapaxes(-1, -2), self.q, transposed)
@@ -224,7 +227,8 @@ class Ordinary:
             of_delta = of_out * np.sqrt(np.square(dout * out).sum(-1, keepdims=True))
 
             of_each = np.abs(ds) * (of_p + of_s) + of_delta * p
-            dbias = self.terms.of_bias(of_each, self.keys)
+            of_bias = np.where(self.visible, of_each * np.abs(self.slope_since_bias), 0)
+            dbias = self.terms.of_bias(of_bias, self.keys)
             p_sink = np.exp(self.sink - np.where(np.isfinite(self.lse), self.lse, np.inf)[..., None])
             dsinks = (p_sink * (np.abs(delta) * of_p + of_delta)).sum((0, 2, 3))
             # The slope of scores follows from log(p) + lse, where p may have been rounded to 16 bits.

@@ -14,6 +14,7 @@ from functools import partial
 import numpy as np
 from hypothesis import strategies as st
 
+import pyflash
 from pyflash import features
 
 
@@ -33,7 +34,7 @@ class Case:
     head_dim_v: int = 64
     dtype: str = "float32"
     softmax_scale: float | None = None
-    options: tuple[tuple[str, object], ...] = ()  # features that are on; of arrays, a key of ARRAYS
+    options: tuple[tuple[str, object], ...] = ()  # features that are on; of arrays and functions, a key of their table
     values: str = "normal"  # a key of VALUES
     layouts: tuple[str, str, str, str] = ("contiguous",) * 4  # of q, k, v, dout: keys of LAYOUTS
     dlse: bool = False
@@ -41,18 +42,30 @@ class Case:
 
     @property
     def scalars(self) -> dict[str, object]:
-        """The features that are no arrays."""
-        return {name: value for name, value in self.options if name not in ARRAYS}
+        """The features that are no arrays, as a problem has them."""
+        return self._plain | self._traced[0]
 
-    def feature_arrays(self, xp=np) -> dict[str, object]:
-        """Those that are."""
-        rng = np.random.default_rng(self.seed + 1)
-        return {name: ARRAYS[name][value](self, rng, xp) for name, value in self.options if name in ARRAYS}
+    def feature_arrays(self) -> dict[str, np.ndarray]:
+        """Those that are, and what functions capture."""
+        return self._made(ARRAYS, np) | self._traced[1]
 
     def call_of(self, xp) -> dict[str, object]:
         """The keyword arguments of the public functions, arrays those of `xp` (NumPy or CuPy)."""
-        seed = {"seed": self.dropout_seed} if "dropout_p" in self.scalars else {}
-        return {"softmax_scale": self.softmax_scale, **self.scalars, **seed, **self.feature_arrays(xp)}
+        seed = {"seed": self.dropout_seed} if "dropout_p" in self._plain else {}
+        made = self._made(ARRAYS, xp) | self._made(FUNCTIONS, xp)
+        return {"softmax_scale": self.softmax_scale, **self._plain, **seed, **made}
+
+    @property
+    def _plain(self) -> dict[str, object]:
+        return {name: value for name, value in self.options if name not in ARRAYS | FUNCTIONS}
+
+    @property
+    def _traced(self) -> tuple[dict[str, object], dict[str, object]]:
+        return features.parted(features.check(self._made(FUNCTIONS, np)))
+
+    def _made(self, table: dict[str, dict[str, Callable]], xp) -> dict[str, object]:
+        rng = np.random.default_rng(self.seed + 1)
+        return {name: table[name][value](self, rng, xp) for name, value in self.options if name in table}
 
     @property
     def dropout_seed(self) -> int:
@@ -290,6 +303,63 @@ ARRAYS: dict[str, dict[str, Callable]] = {
 }
 
 
+# ---- functions -------------------------------------------------------------------------------------------------------
+# As ARRAYS, of functions.
+
+
+def _alibi(case: Case, rng, xp):
+    slopes = xp.asarray(2.0 ** rng.uniform(-8, 0, case.heads_q).astype(case.lse_dtype))
+    shift = case.seqlen_k - case.seqlen_q
+    return lambda score, batch, head, q_idx, kv_idx: score - slopes[head] * pyflash.abs(q_idx + shift - kv_idx)
+
+
+def _relative_bias(case: Case, rng, xp):
+    """A table of distances, in q's type and backwards."""
+    distances = case.seqlen_q + case.seqlen_k
+    table = xp.asarray(rng.standard_normal((distances, case.heads_q)).astype(numpy_dtype(case.dtype)))[::-1]
+    first = case.seqlen_k
+    return lambda score, batch, head, q_idx, kv_idx: score + table[q_idx - kv_idx + first, head]
+
+
+def _capped(case: Case, rng, xp):
+    return lambda score, batch, head, q_idx, kv_idx: 4.0 * pyflash.tanh(score / 4.0)
+
+
+def _of_everything(case: Case, rng, xp):
+    """Every operation, without steps and kinks in the score."""
+    scales = xp.asarray(rng.uniform(0.5, 1, (case.batch, case.heads_q)).astype(case.lse_dtype))
+    turns = xp.asarray(rng.integers(1, 9, case.seqlen_k).astype("int64"))
+
+    def function(score, batch, head, q_idx, kv_idx):
+        score = score * scales[batch, head]
+        softplus = pyflash.log(1 + pyflash.exp(pyflash.minimum(score, 30.0)))
+        wave = pyflash.sin(score) + pyflash.cos(score * 0.5) / pyflash.sqrt(1 + score**2)
+        turn = (q_idx // turns[kv_idx] + kv_idx % 5) % 3
+        near = pyflash.maximum(-pyflash.abs(q_idx - kv_idx) / 16, -2) + pyflash.floor(kv_idx / 7) * 0.01
+        return pyflash.where((turn == 0) & ~(q_idx < 3), softplus, pyflash.where(turn != 1, score + near, wave))
+
+    return function
+
+
+def _documents(case: Case, rng, xp):
+    ids = [np.sort(rng.integers(0, 4, (case.batch, n)), -1).astype("int32") for n in (case.seqlen_q, case.seqlen_k)]
+    of_queries, of_keys = map(xp.asarray, ids)
+    return lambda batch, head, q_idx, kv_idx: of_queries[batch, q_idx] == of_keys[batch, kv_idx]
+
+
+def _prefix(case: Case, rng, xp):
+    prefix = 20
+    return lambda batch, head, q_idx, kv_idx: (kv_idx < prefix + head) | (kv_idx <= q_idx)
+
+
+FUNCTIONS: dict[str, dict[str, Callable]] = {
+    "score_mod": {
+        "alibi": _alibi, "relative bias": _relative_bias, "capped": _capped, "every operation": _of_everything
+    },
+    "mask_mod": {"documents": _documents, "prefix": _prefix},
+}  # fmt: skip
+
+
 # ---- named cases -----------------------------------------------------------------------------------------------------
 
 CAUSAL = (("causal", True),)
@@ -369,6 +439,18 @@ CASES: dict[str, Case] = {
     "dropout": Case(options=(("dropout_p", 0.3),), seed=5),
     "dropout, causal": Case(seqlen_q=150, heads_q=4, options=(("causal", True), ("dropout_p", 0.1)), seed=9, dlse=True),
     "dropout, wide heads": Case(1, 9, 130, 2, 1, 192, 256, options=(("dropout_p", 0.5), ("sinks", "of heads")), seed=3),
+    "alibi as a function": Case(heads_q=4, options=(("causal", True), ("score_mod", "alibi"))),
+    "relative bias as a function, window": Case(
+        seqlen_q=130, heads_q=4, options=(("window", (60, 30)), ("score_mod", "relative bias")), dlse=True
+    ),
+    "softcap as a function, over another, and a bias": Case(
+        options=(("softcap", 6.0), ("bias", "of keys"), ("score_mod", "capped")), values="times 3"
+    ),
+    "every operation in a function, and in a mask": Case(
+        heads_q=4, options=(("score_mod", "every operation"), ("mask_mod", "documents"))
+    ),
+    "documents": Case(seqlen_q=140, heads_q=4, options=(("mask_mod", "documents"),), dlse=True),
+    "prefix, softcap": Case(seqlen_q=100, options=(("softcap", 5.0), ("mask_mod", "prefix"))),
     "everything": Case(
         seqlen_q=100, seqlen_k=150, heads_q=4,
         options=(("window", (60, 20)), ("softcap", 6.0), ("alibi_slopes", "of heads"), ("bias", "of keys"),
@@ -402,7 +484,7 @@ def option_sets(draw) -> tuple[tuple[str, object], ...]:
         "window": st.tuples(side, side),
         "softcap": st.sampled_from([2.0, 15.0, 50.0]),
         "dropout_p": st.sampled_from([0.1, 0.5]),
-        **{name: st.sampled_from(sorted(kinds)) for name, kinds in ARRAYS.items()},
+        **{name: st.sampled_from(sorted(kinds)) for name, kinds in (ARRAYS | FUNCTIONS).items()},
     }
     names = draw(st.lists(st.sampled_from([f.name for f in features.FEATURES]), unique=True))
     return tuple((name, draw(strategies[name])) for name in sorted(names))

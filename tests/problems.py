@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 from hypothesis import strategies as st
 
 from pyflash import features, problem
@@ -15,6 +16,21 @@ lengths = st.one_of(st.sampled_from([0, 1, 63, 64, 65, 127, 128, 129, 319, 13107
 batches = st.one_of(st.integers(1, 4), st.sampled_from([0, 300, 8300, 65536]))
 head_dims = st.one_of(st.sampled_from([8, 16, 32, 64, 80, 96, 128, 192, 256]), st.integers(1, 256))
 dtypes = st.sampled_from(sorted(problem.DTYPES))
+
+
+# What two functions capture, and they.
+TABLE, IDS = np.zeros((2, 8), np.float32), np.zeros(8, np.int32)
+FUNCTIONS = {
+    "score_mod": lambda score, batch, head, q_idx, kv_idx: score * 2 + TABLE[0, q_idx - kv_idx],
+    "mask_mod": lambda batch, head, q_idx, kv_idx: IDS[q_idx] == IDS[kv_idx],
+}
+
+
+def traced(options: dict[str, object]) -> tuple[dict[str, object], dict[str, Tensor]]:
+    """The functions among options as a problem has them: scalars, and arrays."""
+    made = {name: value for name, value in options.items() if name in FUNCTIONS}
+    scalars, arrays = features.parted(features.check(made))
+    return scalars, {name: contiguous(array.shape, array.dtype.name) for name, array in arrays.items()}
 
 
 @st.composite
@@ -50,9 +66,12 @@ def option_sets(draw, sizes: Sizes, real: str) -> tuple[dict[str, object], dict[
         "mask": broadcast.map(lambda shape: contiguous(shape, "bool")),
         "dropout_p": st.sampled_from([0.0, 0.2]),
         "sinks": st.just(contiguous((sizes.heads_q,), real)),
+        **{name: st.just(function) for name, function in FUNCTIONS.items()},
     }
     chosen = draw(st.lists(st.sampled_from(sorted(values)), unique=True, max_size=3))
     made = {name: draw(values[name]) for name in chosen}
+    functions, captured = traced(made)
+    made |= functions | captured
     is_array = {name: features.BY_NAME[name].is_array for name in made}
     return {n: x for n, x in made.items() if not is_array[n]}, {n: x for n, x in made.items() if is_array[n]}
 
@@ -124,6 +143,8 @@ def example(
     for name in [name for name in options if features.BY_NAME[name].is_array]:
         allowed = features.BY_NAME[name].dtypes(dtype, problem.REAL_DTYPES[problem.DTYPES[dtype].real])
         given[name] = contiguous(options.pop(name), allowed[0])
+    functions, captured = traced(options)
+    options, given = options | functions, given | captured
     wants_lse = wants_lse or backward
     made = problem.make(given, backward=False, softmax_scale=softmax_scale, wants_lse=wants_lse, options=options)
     if not backward and not narrow:

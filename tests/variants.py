@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from problems import example
+from problems import FUNCTIONS, example
 
 from pyflash.device import KNOWN, Device
 from pyflash.errors import Unsupported
@@ -44,6 +44,7 @@ OPTIONS = (
     {"mask": (1, 1, 1, 1)},
     {"sinks": (4,)},
     {"dropout_p": 0.2},
+    *({name: function} for name, function in FUNCTIONS.items()),
     {"window": (4000, 50), "softcap": 30.0, "alibi_slopes": (4,)},
     {"causal": True, "bias": (1, 4, 1, 1), "mask": (1, 1, 1, 1), "sinks": (4,)},
 )

@@ -12,7 +12,7 @@ import sys
 
 from .. import problem
 from ..device import Device, named
-from ..features import FEATURES
+from ..features import FEATURES, FUNCTIONS
 from ..problem import DTYPES, Problem
 
 
@@ -56,8 +56,8 @@ def doubled(first: int, last: int) -> list[int]:
     return found
 
 
-# The options of a call that can be typed; the others are arrays.
-_TYPED = tuple(feature for feature in FEATURES if not feature.is_array)
+# The options of a call that can be typed; the others are arrays and functions.
+_TYPED = tuple(feature for feature in FEATURES if not feature.is_array and feature.name not in FUNCTIONS)
 
 
 def _literal(text: str) -> object:

@@ -48,7 +48,11 @@ def structs(gpu, calls):
 def expected_value(launch, field):
     """What a scalar argument must be; 0 where its feature is off."""
     values = dict(launch.values)
-    return values.get(field.name, 0) if field in features.FIELDS else values[field.name]
+    return (
+        values.get(field.name, 0 if field.count == 1 else (0,) * field.count)
+        if field in features.FIELDS
+        else values[field.name]
+    )
 
 
 @pytest.mark.parametrize("family, backward", KERNELS_OF)
@@ -88,7 +92,26 @@ def test_every_argument_arrives(gpu, family, backward):
             elif field.kind == "real":
                 assert got == pytest.approx(expected_value(launch, field), rel=1e-6)
             elif field.kind == "i32":
-                assert got == expected_value(launch, field)
+                assert (got if field.count == 1 else tuple(got)) == expected_value(launch, field)
+
+
+def test_what_functions_capture_arrives(gpu):
+    table, ids = gpu.ndarray((4, 100), "float32"), gpu.ndarray((100,), "int32")
+    call = {"score_mod": lambda s, b, h, i, j: s + table[h, j], "mask_mod": lambda b, h, i, j: ids[i] == ids[j]}
+    seen = []
+    gpu.on_launch = lambda call: seen.extend(structs(gpu, [call]))
+    pyflash.flash_attention(*inputs(gpu), **call)
+    [(launch, struct)] = seen
+    assert launch.kernel == "fwd_sm80", "Hopper's own does not take functions"
+    for place, (array, strides) in enumerate([(table, (100, 1, 0, 0)), (ids, (1, 0, 0, 0))]):
+        name = f"mod_array_{place}"
+        assert getattr(struct, name) == array.data.ptr
+        assert tuple(getattr(struct, f"{name}_stride")) == strides
+        assert tuple(getattr(struct, f"{name}_size")) == (*array.shape, 0, 0, 0)[:4]
+    assert struct.mod_array_2 is None
+    numbers = np.zeros(100)
+    with pytest.raises(TypeError, match="array 0 that score_mod or mask_mod captures: got a numpy array, takes cupy"):
+        pyflash.flash_attention(*inputs(gpu), score_mod=lambda s, b, h, i, j: s + numbers[i])
 
 
 @pytest.mark.parametrize("seqlen", [100, 1000])  # one key tile, whose dq is never summed, and several

@@ -46,6 +46,7 @@ def by_loops(q, k, v, scale: float, causal=False, window=(None, None), softcap=N
     mask = np.broadcast_to(others.get("mask", True), whole)
     sinks = others.get("sinks", np.full(heads, -np.inf))
     drop, seed = others.get("dropout_p", 0.0), others.get("seed", 0)
+    score_mod, mask_mod = others.get("score_mod"), others.get("mask_mod", lambda *_: True)
 
     def score(b, h, i, j):
         s = scale * math.fsum(q[b, i, h] * k[b, j, h // (heads // heads_kv)])
@@ -53,11 +54,12 @@ def by_loops(q, k, v, scale: float, causal=False, window=(None, None), softcap=N
             s = softcap * math.tanh(s / softcap)
         if alibi_slopes is not None:
             s -= np.broadcast_to(alibi_slopes, (batch, heads))[b, h] * abs(i + seqlen_k - seqlen_q - j)
-        return s + bias[b, h, i, j]
+        s += bias[b, h, i, j]
+        return s if score_mod is None else float(score_mod(s, b, h, i, j))
 
     for b, i, h in np.ndindex(batch, seqlen_q, heads):
         g, own = h // (heads // heads_kv), i + seqlen_k - seqlen_q
-        seen = [j for j in range(seqlen_k) if mask[b, h, i, j] and (not causal or j <= own)]
+        seen = [j for j in range(seqlen_k) if mask[b, h, i, j] and mask_mod(b, h, i, j) and (not causal or j <= own)]
         seen = [j for j in seen if (left is None or j >= own - left) and (right is None or j <= own + right)]
         s = [score(b, h, i, j) for j in seen]
         if top := [x for x in (*s, sinks[h]) if x > -np.inf]:

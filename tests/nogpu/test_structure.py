@@ -15,7 +15,7 @@ PACKAGE, KERNELS = ROOT / "pyflash", ROOT / "kernels_cu"
 
 # A module may import those of lower rank only. `commands` is the command line's package, `bench` its benchmark.
 RANKS = {
-    **dict.fromkeys(("errors", "debug", "device", "driver", "entry"), 0),
+    **dict.fromkeys(("errors", "debug", "device", "driver", "entry", "trace"), 0),
     "features": 1,
     **dict.fromkeys(("params", "problem", "tiles"), 2),
     **dict.fromkeys(("plan", "reference"), 3),

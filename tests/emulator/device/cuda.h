@@ -53,10 +53,10 @@ inline size_t __cvta_generic_to_shared(const void* p, EMU_SITE) { return emu::sh
 extern "C" {
 float exp2f(float) noexcept; float expf(float) noexcept; float log2f(float) noexcept; float logf(float) noexcept;
 float log1pf(float) noexcept; float tanhf(float) noexcept; float powf(float, float) noexcept;
-float fmodf(float, float) noexcept; float rintf(float) noexcept;
+float fmodf(float, float) noexcept; float rintf(float) noexcept; float sinf(float) noexcept; float cosf(float) noexcept;
 double exp2(double) noexcept; double exp(double) noexcept; double log2(double) noexcept; double log(double) noexcept;
 double log1p(double) noexcept; double tanh(double) noexcept; double pow(double, double) noexcept;
-double fmod(double, double) noexcept; double rint(double) noexcept;
+double fmod(double, double) noexcept; double rint(double) noexcept; double sin(double) noexcept; double cos(double) noexcept;
 }
 #define EMU_REAL(type, suffix)                                                                                        \
   inline type fma##suffix(type a, type b, type c) { return __builtin_fma##suffix(a, b, c); }                          \

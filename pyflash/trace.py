@@ -1,0 +1,600 @@
+"""Python functions of scores and positions, traced into graphs: what NumPy evaluates and what the kernels compile.
+
+A function is called once, with tracers in place of numbers. What it does to them is recorded, as is what it reads of
+the arrays that it captures; captured Python numbers become constants. The derivative by the score follows from the
+record.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+MAX_ARRAYS, MAX_DIMENSIONS = 4, 4
+INPUTS = {"score_mod": ("score", "batch", "head", "q_idx", "kv_idx"), "mask_mod": ("batch", "head", "q_idx", "kv_idx")}
+
+# Kinds of numbers, each of which holds those before it: their C type and their NumPy type ("real" is that of lse).
+_KINDS = {"bool": ("bool", np.bool_), "int": ("int", np.int32), "long": ("i64", np.int64), "real": ("Real", None)}
+_RANK = {kind: rank for rank, kind in enumerate(_KINDS)}
+
+# What a captured array may hold: the type in the kernels, and the kind of what is read.
+ELEMENTS = {
+    "bool": ("unsigned char", "bool"),
+    "int32": ("int", "int"),
+    "int64": ("i64", "long"),
+    "float16": ("fp16", "real"),
+    "bfloat16": ("bf16", "real"),
+    "float32": ("float", "real"),
+    "float64": ("double", "real"),
+}
+
+
+class _Operation(NamedTuple):
+    """What an operation is in C and in NumPy, and what it takes."""
+
+    c: str
+    numpy: Callable
+    takes: str  # numbers, integers, bits (integers or booleans), reals, comparable
+
+
+_OPERATIONS = {
+    "add": _Operation("{0} + {1}", np.add, "numbers"),
+    "subtract": _Operation("{0} - {1}", np.subtract, "numbers"),
+    "multiply": _Operation("{0} * {1}", np.multiply, "numbers"),
+    "divide": _Operation("divide({0}, {1})", np.true_divide, "reals"),
+    "floor_divide": _Operation("floor_divide({0}, {1})", np.floor_divide, "integers"),
+    "remainder": _Operation("remainder({0}, {1})", np.remainder, "integers"),
+    "negative": _Operation("-{0}", np.negative, "numbers"),
+    "absolute": _Operation("{0} < 0 ? -{0} : {0}", np.absolute, "numbers"),
+    "minimum": _Operation("{0} < {1} || {0} != {0} ? {0} : {1}", np.minimum, "numbers"),
+    "maximum": _Operation("{0} > {1} || {0} != {0} ? {0} : {1}", np.maximum, "numbers"),
+    "less": _Operation("{0} < {1}", np.less, "comparable"),
+    "less_equal": _Operation("{0} <= {1}", np.less_equal, "comparable"),
+    "greater": _Operation("{0} > {1}", np.greater, "comparable"),
+    "greater_equal": _Operation("{0} >= {1}", np.greater_equal, "comparable"),
+    "equal": _Operation("{0} == {1}", np.equal, "comparable"),
+    "not_equal": _Operation("{0} != {1}", np.not_equal, "comparable"),
+    "bitwise_and": _Operation("{0} & {1}", np.bitwise_and, "bits"),
+    "bitwise_or": _Operation("{0} | {1}", np.bitwise_or, "bits"),
+    "bitwise_xor": _Operation("{0} ^ {1}", np.bitwise_xor, "bits"),
+    "invert": _Operation("inverted({0})", np.invert, "bits"),
+    "exp": _Operation("exp_of({0})", np.exp, "reals"),
+    "log": _Operation("log_of({0})", np.log, "reals"),
+    "tanh": _Operation("tanh_of({0})", np.tanh, "reals"),
+    "sqrt": _Operation("sqrt_of({0})", np.sqrt, "reals"),
+    "sin": _Operation("sin_of({0})", np.sin, "reals"),
+    "cos": _Operation("cos_of({0})", np.cos, "reals"),
+    "floor": _Operation("floor_of({0})", np.floor, "reals"),
+    "where": _Operation("{0} ? {1} : {2}", np.where, "numbers"),
+}
+_SYMBOLS = {
+    "add": "+", "subtract": "-", "multiply": "*", "divide": "/", "floor_divide": "//", "remainder": "%", "less": "<",
+    "less_equal": "<=", "greater": ">", "greater_equal": ">=", "equal": "==", "not_equal": "!=", "bitwise_and": "&",
+    "bitwise_or": "|", "bitwise_xor": "^", "invert": "~", "negative": "-", "absolute": "abs",
+}  # fmt: skip
+_OF_UFUNC = {operation.numpy: name for name, operation in _OPERATIONS.items() if name != "where"}
+_ALLOWED = (
+    "arithmetic, comparisons, & | ^ ~, and pyflash.where, exp, log, tanh, abs, minimum, maximum, sqrt, sin, cos, floor"
+)
+
+
+class Node(NamedTuple):
+    """One step. An `input` has its name as value, a `constant` its number, a `load` its array's place and dtype."""
+
+    operation: str
+    kind: str
+    operands: tuple[int, ...] = ()
+    value: object = None
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """Steps, each after those that it uses; the last is the result. There is one object of each graph."""
+
+    nodes: tuple[Node, ...]
+
+    def evaluate(self, inputs: dict[str, np.ndarray], arrays: tuple, real: type) -> np.ndarray:
+        values = []
+        for operation, kind, operands, value in self.nodes:
+            of, dtype = [values[i] for i in operands], _KINDS[kind][1] or real
+            if operation == "input":
+                values.append(np.asarray(inputs[value], dtype))
+            elif operation == "constant":
+                values.append(dtype(value))
+            elif operation == "cast":
+                values.append(of[0].astype(dtype))
+            elif operation == "load":
+                array = np.asarray(arrays[value[0]])
+                places = (np.clip(index, 0, size - 1) for index, size in zip(of, array.shape, strict=True))
+                values.append(array[tuple(places)].astype(dtype))
+            else:
+                values.append(_OPERATIONS[operation].numpy(*of))
+        return values[-1]
+
+    def cuda(self, name: str, inputs: tuple[str, ...]) -> str:
+        """A function of the kernels, inside of the namespace of mod.cuh."""
+        names, lines = [], []
+        for operation, kind, operands, value in self.nodes:
+            of = [names[i] for i in operands]
+            if operation == "input":
+                names.append(value)
+                continue
+            if operation == "constant":
+                names.append(_literal(kind, value))
+                continue
+            if operation == "cast":
+                text = f"{_KINDS[kind][0]}({of[0]})"
+            elif operation == "load":
+                place, dtype = value
+                array = f"p.mod_array_{place}"
+                text = f"load<{ELEMENTS[dtype][0]}>({', '.join([array, f'{array}_stride', f'{array}_size', *of])})"
+            else:
+                text = _OPERATIONS[operation].c.format(*of)
+            names.append(f"x{len(lines)}")
+            lines.append(f"  const {_KINDS[kind][0]} {names[-1]} = {text};")
+        arguments = ", ".join(f"{'Real' if x == 'score' else 'int'} {x}" for x in inputs)
+        result = _KINDS[self.nodes[-1].kind][0]
+        head = f"__device__ __forceinline__ {result} {name}(const Params& p, {arguments}) {{"
+        return "\n".join([head, *lines, f"  return {names[-1]};", "}"])
+
+
+def _literal(kind: str, value) -> str:
+    if kind == "real" and np.isinf(value):
+        return "Real(NEG_INF)" if value < 0 else "(-Real(NEG_INF))"
+    return str(value).lower() if kind == "bool" else f"{_KINDS[kind][0]}({value!r})"
+
+
+_graphs: dict[tuple[Node, ...], Graph] = {}
+
+
+def _graph(nodes, root: int) -> Graph:
+    """What of `nodes` leads to `root`."""
+    used = {root}
+    for i in range(root, -1, -1):
+        if i in used:
+            used.update(nodes[i].operands)
+    places = {old: new for new, old in enumerate(sorted(used))}
+    kept = tuple(nodes[i]._replace(operands=tuple(places[x] for x in nodes[i].operands)) for i in sorted(used))
+    return _graphs.setdefault(kept, Graph(kept))
+
+
+@lru_cache(maxsize=1024)
+def _renumbered(graph: Graph, places: tuple[int, ...]) -> Graph:
+    """The graph with its arrays in other places."""
+    nodes = [n._replace(value=(places[n.value[0]], n.value[1])) if n.operation == "load" else n for n in graph.nodes]
+    return _graph(nodes, len(nodes) - 1)
+
+
+class Mod(NamedTuple):
+    """A traced function, and the arrays that it captures: those of all functions of a call."""
+
+    graph: Graph
+    slope: Graph | None  # the derivative by the score, of one that has it
+    arrays: tuple = ()
+
+    def __repr__(self) -> str:
+        return f"<function of {len(self.graph.nodes)} steps>"
+
+
+def joined(mods: list[Mod]) -> list[Mod]:
+    """The functions of a call with one list of arrays, each in it once."""
+    arrays = []
+    places = []
+    for mod in mods:
+        for array in mod.arrays:
+            if not any(array is other for other in arrays):
+                arrays.append(array)
+        places.append(tuple(next(i for i, other in enumerate(arrays) if other is array) for array in mod.arrays))
+    if len(arrays) > MAX_ARRAYS:
+        raise ValueError(f"score_mod and mask_mod: got {len(arrays)} captured arrays, take {MAX_ARRAYS} together")
+    return [
+        Mod(*(g and (_renumbered(g, at) if at else g) for g in (mod.graph, mod.slope)), tuple(arrays))
+        for mod, at in zip(mods, places, strict=True)
+    ]
+
+
+# ---- Recording
+
+
+class _Recorder:
+    def __init__(self, name: str):
+        self.name, self.nodes, self.known, self.tables = name, [], {}, []
+
+    def fail(self, got: str, takes: str, error: type[Exception] = TypeError):
+        raise error(f"{self.name}: got {got}, takes {takes}")
+
+    def node(self, operation: str, kind: str, operands: tuple[int, ...] = (), value=None) -> int:
+        node = Node(operation, kind, operands, value)
+        if node not in self.known:
+            self.known[node] = len(self.nodes)
+            self.nodes.append(node)
+        return self.known[node]
+
+    def operand(self, value, operation: str) -> int:
+        if isinstance(value, Tracer):
+            if value._recorder is not self:
+                self.fail("a value kept from another call", "what belongs to this one")
+            return value._index
+        value = value.item() if isinstance(value, np.generic) else value
+        if isinstance(value, bool):
+            return self.node("constant", "bool", value=value)
+        if isinstance(value, int):
+            if not -(2**63) < value < 2**63:
+                self.fail(f"the constant {value}", "integers of 64 bits", ValueError)
+            return self.node("constant", "int" if -(2**31) < value < 2**31 else "long", value=value)
+        if isinstance(value, float):
+            if value != value:
+                self.fail("the constant NaN", "numbers", ValueError)
+            return self.node("constant", "real", value=value)
+        if isinstance(value, _Table):
+            self.fail(f"{operation} of a whole captured array, {value._name}", f"its elements: {value._name}[head]")
+        self.fail(f"{operation} of a {type(value).__name__}", f"numbers: {_ALLOWED}")
+
+    def cast(self, i: int, kind: str) -> int:
+        node = self.nodes[i]
+        if node.kind == kind:
+            return i
+        if node.operation == "constant":
+            return self.node("constant", kind, value=float(node.value) if kind == "real" else int(node.value))
+        return self.node("cast", kind, (i,))
+
+    def apply(self, operation: str, *values) -> int:
+        symbol, takes = _SYMBOLS.get(operation, f"pyflash.{operation}"), _OPERATIONS[operation].takes
+        operands = [self.operand(value, symbol) for value in values]
+        chosen = operands[1:] if operation == "where" else operands
+        kinds = [self.nodes[i].kind for i in chosen]
+        kind = max(kinds, key=_RANK.get)
+        if operation == "where" and self.nodes[operands[0]].kind != "bool":
+            self.fail("pyflash.where with a condition that is a number", "a comparison: pyflash.where(x != 0, a, b)")
+        if takes == "integers" and kind == "real":
+            instead = "pyflash.floor(a / b)" if operation == "floor_divide" else "a - b * pyflash.floor(a / b)"
+            self.fail(f"{symbol} of numbers that are no integers", instead)
+        if takes == "bits" and kind == "real":
+            self.fail(f"{symbol} of numbers that are no integers", "comparisons or integers")
+        if takes == "reals":
+            kind = "real"
+        elif kind == "bool" and takes in ("numbers", "integers") and operation != "where":
+            kind = "int"
+        operands = operands[: len(operands) - len(chosen)] + [self.cast(i, kind) for i in chosen]
+        return self.node(operation, "bool" if takes == "comparable" else kind, tuple(operands))
+
+    def load(self, table: _Table, index) -> int:
+        indices = index if isinstance(index, tuple) else (index,)
+        shown = f"{table._name}[{', '.join('...' for _ in indices)}]"
+        if not 1 <= table._dimensions <= MAX_DIMENSIONS:
+            takes = f"1 to {MAX_DIMENSIONS}; float(x), outside of the function, makes a constant"
+            self.fail(f"the captured array {table._name} of {table._dimensions} dimensions", takes, ValueError)
+        if table._dtype not in ELEMENTS:
+            self.fail(f"the captured array {table._name} of dtype {table._dtype}", f"one of {', '.join(ELEMENTS)}")
+        if len(indices) != table._dimensions:
+            self.fail(f"{shown} of an array with {table._dimensions} dimensions", "an index for each")
+        operands = []
+        for x in indices:
+            i = self.operand(x, f"{shown} by an index")
+            if self.nodes[i].kind not in ("int", "long"):
+                self.fail(f"{shown} with an index of kind {self.nodes[i].kind}", "integers, such as q_idx // 2")
+            if self.nodes[i].operation == "constant" and self.nodes[i].value < 0:
+                self.fail(f"{shown} with the index {self.nodes[i].value}", "indices from 0 on", IndexError)
+            operands.append(i)
+        if table not in self.tables:
+            self.tables.append(table)
+        place = self.tables.index(table)
+        return self.node("load", ELEMENTS[table._dtype][1], tuple(operands), (place, table._dtype))
+
+    def derivative(self, root: int) -> int:
+        """Of a node, by the score."""
+        one, zero = self.operand(1.0, ""), self.operand(0.0, "")
+        # Of each node, None where it is 0.
+        slopes: list[int | None] = []
+
+        def tracer(i: int) -> Tracer:
+            return Tracer(self, i)
+
+        for i in range(root + 1):
+            operation, kind, operands, value = self.nodes[i]
+            inner = [slopes[x] for x in operands]
+            if operation == "input" and value == "score":
+                slopes.append(one)
+                continue
+            if kind != "real" or all(x is None for x in inner) or operation == "floor":
+                slopes.append(None)
+                continue
+            x, *others = (tracer(o) for o in operands)
+            dx, *dothers = (None if d is None else tracer(d) for d in inner)
+            y, dy = (others[0], dothers[0]) if others else (None, None)
+            found = _DERIVATIVES[operation](tracer(i), x, dx, y, dy, *(others[1:] + dothers[1:]))
+            slopes.append(found._index)
+        return zero if slopes[root] is None else slopes[root]
+
+
+def _sum(a, b):
+    return b if a is None else a if b is None else a + b
+
+
+def _times(a, b):
+    """a times the derivative b."""
+    if b is None:
+        return None
+    node = b._recorder.nodes[b._index]
+    return a if node.operation == "constant" and node.value == 1.0 else a * b
+
+
+def _minus(a):
+    return None if a is None else -a
+
+
+def _else_zero(a):
+    return 0.0 if a is None else a
+
+
+# Of r = f(x, y, z): from r, x, dx, y, dy, z, dz, each derivative None where it is 0.
+_DERIVATIVES = {
+    "add": lambda r, x, dx, y, dy: _sum(dx, dy),
+    "subtract": lambda r, x, dx, y, dy: _sum(dx, _minus(dy)),
+    "multiply": lambda r, x, dx, y, dy: _sum(_times(y, dx), _times(x, dy)),
+    "divide": lambda r, x, dx, y, dy: _sum(None if dx is None else dx / y, None if dy is None else -_times(r, dy) / y),
+    "negative": lambda r, x, dx, y, dy: -dx,
+    "absolute": lambda r, x, dx, y, dy: where(x < 0.0, -dx, dx),
+    "minimum": lambda r, x, dx, y, dy: where(x < y, _else_zero(dx), _else_zero(dy)),
+    "maximum": lambda r, x, dx, y, dy: where(x > y, _else_zero(dx), _else_zero(dy)),
+    "exp": lambda r, x, dx, y, dy: _times(r, dx),
+    "log": lambda r, x, dx, y, dy: dx / x,
+    "tanh": lambda r, x, dx, y, dy: _times(1.0 - r * r, dx),
+    "sqrt": lambda r, x, dx, y, dy: dx / (2.0 * r),
+    "sin": lambda r, x, dx, y, dy: _times(cos(x), dx),
+    "cos": lambda r, x, dx, y, dy: _times(-sin(x), dx),
+    "where": lambda r, x, dx, y, dy, z, dz: where(x, _else_zero(dy), _else_zero(dz)),
+}
+
+
+class Tracer:
+    """Stands for a number while a function is traced."""
+
+    __slots__ = ("_index", "_recorder")
+    __hash__ = None
+
+    def __init__(self, recorder: _Recorder, index: int):
+        self._recorder, self._index = recorder, index
+
+    def __array_ufunc__(self, ufunc, method, *inputs, **options):
+        operation = _OF_UFUNC.get(ufunc)
+        if operation is None or method != "__call__" or options:
+            self._recorder.fail(f"numpy.{ufunc.__name__}", _ALLOWED)
+        return Tracer(self._recorder, self._recorder.apply(operation, *inputs))
+
+    def __array_function__(self, function, *_):
+        instead = "pyflash.where(condition, a, b)" if function.__name__ == "where" else _ALLOWED
+        self._recorder.fail(f"numpy.{function.__name__}", instead)
+
+    @classmethod
+    def __torch_function__(cls, function, *_):
+        raise TypeError(f"score_mod or mask_mod: got torch.{getattr(function, '__name__', function)}, takes {_ALLOWED}")
+
+    def __pow__(self, exponent):
+        if type(exponent) is not int or not 1 <= exponent <= 8:
+            self._recorder.fail(f"** {exponent!r}", "** with 1 to 8; otherwise pyflash.exp(y * pyflash.log(x))")
+        power = self
+        for _ in range(exponent - 1):
+            power = power * self
+        return power
+
+
+def _binary(operation: str, reverse: bool = False):
+    def method(self, other):
+        pair = (other, self) if reverse else (self, other)
+        return Tracer(self._recorder, self._recorder.apply(operation, *pair))
+
+    return method
+
+
+def _unary(operation: str):
+    return lambda self: Tracer(self._recorder, self._recorder.apply(operation, self))
+
+
+def _refused(got: str, instead: str):
+    def method(self, *_, **__):
+        self._recorder.fail(got, instead)
+
+    return method
+
+
+_IF = "pyflash.where(condition, a, b) in place of if, and & | ~ in place of and, or, not"
+for _method, _operation in {
+    "add": "add", "sub": "subtract", "mul": "multiply", "truediv": "divide", "floordiv": "floor_divide",
+    "mod": "remainder", "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor",
+}.items():  # fmt: skip
+    setattr(Tracer, f"__{_method}__", _binary(_operation))
+    setattr(Tracer, f"__r{_method}__", _binary(_operation, reverse=True))
+for _method, _operation in {
+    "lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater_equal", "eq": "equal", "ne": "not_equal",
+}.items():  # fmt: skip
+    setattr(Tracer, f"__{_method}__", _binary(_operation))
+for _method, _operation in {"neg": "negative", "abs": "absolute", "invert": "invert"}.items():
+    setattr(Tracer, f"__{_method}__", _unary(_operation))
+for _method, _got, _instead in (
+    ("bool", "bool() of a traced value, as in if, and, or, not, min and max", _IF),
+    ("float", "float() of a traced value, as in a function of math", _ALLOWED),
+    ("int", "int() of a traced value", "the value itself; pyflash.floor rounds"),
+    ("index", "a traced value as a Python index", "an array that the function captures under a name of its own"),
+    ("array", "a traced value where an array is wanted", "an array that the function captures under a name of its own"),
+    ("round", "round() of a traced value", "pyflash.floor(x + 0.5)"),
+    ("iter", "a loop over a traced value", _ALLOWED),
+    ("getitem", "a traced value that is indexed", "captured arrays, indexed by traced values"),
+    ("rpow", "a power with a traced exponent", "pyflash.exp(exponent * log_of_base)"),
+    ("lshift", "<<", "* 2"),
+    ("rshift", ">>", "// 2"),
+):
+    setattr(Tracer, f"__{_method}__", _refused(_got, _instead))
+
+
+def _function(operation: str) -> Callable:
+    def function(*values):
+        recorder = next((value._recorder for value in values if isinstance(value, Tracer)), None)
+        if recorder is None:
+            return _OPERATIONS[operation].numpy(*values)
+        return Tracer(recorder, recorder.apply(operation, *values))
+
+    function.__name__ = function.__qualname__ = operation
+    function.__doc__ = (
+        f"numpy.{_OPERATIONS[operation].numpy.__name__}, in functions for `score_mod` and `mask_mod` too.\n\n"
+        "Parameters\n----------\nvalues : what such a function computes with, numbers, or NumPy arrays\n"
+    )
+    return function
+
+
+where, exp, log, tanh, minimum, maximum, sqrt, sin, cos, floor = map(
+    _function, ("where", "exp", "log", "tanh", "minimum", "maximum", "sqrt", "sin", "cos", "floor")
+)
+abs = _function("absolute")
+
+
+# ---- What a function captures
+
+
+class _Table:
+    """Stands for a captured array."""
+
+    def __init__(self, recorder: _Recorder, name: str, array):
+        self._recorder, self._name = recorder, name
+        self._dimensions, self._dtype = len(array.shape), _dtype(array)
+
+    def __getitem__(self, index):
+        return Tracer(self._recorder, self._recorder.load(self, index))
+
+    def __getattr__(self, attribute: str):
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        self._recorder.fail(f"{self._name}.{attribute}", f"{self._name}[...]; keep other facts in variables outside")
+
+
+def _dtype(array) -> str:
+    return getattr(array.dtype, "name", str(array.dtype)).removeprefix("torch.")
+
+
+_NO_ARRAYS = (np.generic, type, types.ModuleType)
+_DEPTH = 4  # of functions and modules in each other, as far as they are looked into
+
+
+def _is_array(value) -> bool:
+    return hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, _NO_ARRAYS)
+
+
+@lru_cache(maxsize=1024)
+def _names(code: types.CodeType) -> set[str]:
+    """What code may look up by name, the code inside of it included."""
+    inner = (_names(x) for x in code.co_consts if isinstance(x, types.CodeType))
+    return set(code.co_names).union(*inner)
+
+
+def _defaults(function: types.FunctionType) -> dict[str, object]:
+    """Of arguments."""
+    defaults, code = function.__defaults__ or (), function.__code__
+    return dict(zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults, strict=True))
+
+
+def _captured(function: types.FunctionType) -> dict[str, object]:
+    """What a function finds outside of its arguments, by name."""
+    names, code = _names(function.__code__), function.__code__
+    found = {name: function.__globals__[name] for name in sorted(names) if name in function.__globals__}
+    found |= dict(zip(code.co_freevars, (cell.cell_contents for cell in function.__closure__ or ()), strict=True))
+    return found | _defaults(function) | (function.__kwdefaults__ or {})
+
+
+class _Unknown(Exception):
+    """A function captures what may change unseen."""
+
+
+def _key(value, names: set[str], depth: int = 0):
+    """What a trace depends on of a captured value."""
+    if _is_array(value):
+        return "array", _dtype(value), len(value.shape)
+    if value is None or isinstance(value, (bool, int, float, str, np.generic)):
+        return type(value), repr(value)
+    if isinstance(value, types.ModuleType) and depth < _DEPTH:
+        found = ((name, getattr(value, name, None)) for name in names)
+        inner = (bool, int, float, types.ModuleType)
+        return id(value), tuple(
+            sorted((name, repr(_key(x, names, depth + 1))) for name, x in found if isinstance(x, inner))
+        )
+    if isinstance(value, types.FunctionType) and value.__module__ != __name__ and depth < _DEPTH:
+        return _function_key(value, _captured(value), depth + 1)
+    if isinstance(value, (types.BuiltinFunctionType, np.ufunc)) or getattr(value, "__module__", "") == __name__:
+        return id(value)
+    raise _Unknown
+
+
+def _function_key(function, captured: dict[str, object], depth: int = 0):
+    names = _names(function.__code__)
+    return function.__code__, tuple([(name, _key(value, names, depth)) for name, value in captured.items()])
+
+
+def _standing_in(function, captured: dict[str, object], recorder: _Recorder):
+    """The function with tables in place of its arrays."""
+    tables = {name: _Table(recorder, name, value) for name, value in captured.items() if _is_array(value)}
+    code = function.__code__
+    closure = tuple(
+        types.CellType(tables[name]) if name in tables else cell
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True)
+    )
+    defaults = tuple(tables.get(n, x) for n, x in _defaults(function).items())
+    made = types.FunctionType(code, {**function.__globals__, **tables}, function.__name__, defaults, closure)
+    made.__kwdefaults__ = {n: tables.get(n, x) for n, x in (function.__kwdefaults__ or {}).items()}
+    return made
+
+
+_traced: dict[object, tuple[Mod, tuple[str, ...]]] = {}
+_MAX_TRACED = 1024
+
+
+def trace(name: str, function) -> Mod:
+    """`function` as the argument `name`, a key of INPUTS. It is not called again while all that it captures, but for
+    the contents and the sizes of arrays, is the same."""
+    if isinstance(function, Mod):
+        return function
+    inputs = INPUTS[name]
+    if not isinstance(function, types.FunctionType):
+        got = getattr(type(function), "__name__", function)
+        raise TypeError(f"{name}: got a {got}, takes None or a Python function of {', '.join(inputs)}")
+    captured = _captured(function)
+    try:
+        key = name, _function_key(function, captured)
+    except (_Unknown, RecursionError):
+        key = None
+    found = _traced.get(key)
+    if found is None:
+        found = _trace(name, function, captured)
+        if len(_traced) >= _MAX_TRACED:
+            _traced.clear()
+        if key is not None:
+            _traced[key] = found
+    mod, names = found
+    return mod._replace(arrays=tuple(captured[n] for n in names))
+
+
+def _trace(name: str, function, captured) -> tuple[Mod, tuple[str, ...]]:
+    recorder, inputs = _Recorder(name), INPUTS[name]
+    arguments = [Tracer(recorder, recorder.node("input", "real" if x == "score" else "int", value=x)) for x in inputs]
+    code = function.__code__
+    required = code.co_argcount - len(function.__defaults__ or ())
+    if required > len(inputs) or (code.co_argcount < len(inputs) and not code.co_flags & 4):
+        recorder.fail(f"a function of {code.co_argcount} arguments", f"one of {', '.join(inputs)}")
+    result = _standing_in(function, captured, recorder)(*arguments)
+    if result is None:
+        recorder.fail("a function that returns None", f"one that returns a {'score' if name[0] == 's' else 'bool'}")
+    root = recorder.operand(result, "the result")
+    slope = None
+    if name == "score_mod":
+        root = recorder.cast(root, "real")
+        slope = recorder.derivative(root)
+    elif recorder.nodes[root].kind != "bool":
+        recorder.fail("a function that returns a number", "one that returns a comparison: x != 0")
+    names = tuple(table._name for table in recorder.tables)
+    if len(names) > MAX_ARRAYS:
+        recorder.fail(f"{len(names)} captured arrays, {', '.join(names)}", f"up to {MAX_ARRAYS}", ValueError)
+    nodes = recorder.nodes
+    return Mod(_graph(nodes, root), None if slope is None else _graph(nodes, slope)), names

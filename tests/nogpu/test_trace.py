@@ -1,0 +1,259 @@
+"""Functions given as `score_mod` and `mask_mod`: what tracing makes of them, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from problems import FUNCTIONS, example
+
+import pyflash
+from pyflash import features, reference, source, trace
+from pyflash.device import KNOWN
+from pyflash.explain import explain
+from pyflash.plan import plan
+
+RNG = np.random.default_rng(0)
+Q, K, V, DOUT = (RNG.standard_normal((2, n, 4, 8)) for n in (19, 23, 23, 19))
+TABLE, IDS = RNG.standard_normal((4, 23)), np.arange(23, dtype=np.int32) // 6
+WORDS = np.array(["a", "b"])
+INDICES = {"batch": np.int32(1), "head": np.int32(2), "q_idx": np.int32(7), "kv_idx": np.int32(11)}
+
+
+def value_of(function, score: float) -> float:
+    mod = trace.trace("score_mod", function)
+    return mod.graph.evaluate({"score": score, **INDICES}, mod.arrays, np.float64)
+
+
+def slope_of(function, score: float) -> float:
+    mod = trace.trace("score_mod", function)
+    return mod.slope.evaluate({"score": score, **INDICES}, mod.arrays, np.float64)
+
+
+SCORE_MODS = {
+    "constant": lambda s, b, h, i, j: 3,
+    "itself": lambda s, b, h, i, j: s,
+    "sums": lambda s, b, h, i, j: 2 - s + i - (-s) * 3 + (s - j),
+    "products": lambda s, b, h, i, j: s * s * i / (s + 2) - 3 / s + s / 4,
+    "power": lambda s, b, h, i, j: s**3 - 2 * s**1,
+    "exp, log": lambda s, b, h, i, j: pyflash.exp(-s) + pyflash.log(1 + s * s),
+    "tanh": lambda s, b, h, i, j: 5 * pyflash.tanh(s / 5),
+    "sqrt": lambda s, b, h, i, j: pyflash.sqrt(s * s + 1),
+    "sin, cos": lambda s, b, h, i, j: pyflash.sin(2 * s) * pyflash.cos(s),
+    "abs": lambda s, b, h, i, j: abs(s) + pyflash.abs(-s * 2),
+    "minimum, maximum": lambda s, b, h, i, j: pyflash.minimum(s, 2 * s) + pyflash.maximum(3 * s, s - 1),
+    "floor": lambda s, b, h, i, j: s * pyflash.floor(s * 10),
+    "where": lambda s, b, h, i, j: pyflash.where((i < j) & ~(h == 3) | (s > 99), s * s, -s),
+    "where of log": lambda s, b, h, i, j: pyflash.where(s > 0, pyflash.log(s), s),
+    "integers": lambda s, b, h, i, j: s * ((i - j) // 3) + (i - j) % 3 + (i ^ 5) + (i | 8) + ~i,
+    "tables": lambda s, b, h, i, j: s * TABLE[h, i] + TABLE[b, j % 4] * IDS[j],
+    "NumPy's own": lambda s, b, h, i, j: np.tanh(s) * np.float32(2) + np.minimum(s, 1),
+}
+
+
+@pytest.mark.parametrize("score", [-1.3, 0.7, 2.2])
+@pytest.mark.parametrize("name", SCORE_MODS)
+def test_a_trace_computes_what_the_function_does(name, score):
+    function = SCORE_MODS[name]
+    expected = function(np.float64(score), *(int(x) for x in INDICES.values()))
+    assert value_of(function, score) == pytest.approx(float(expected), rel=1e-12)
+
+
+@pytest.mark.parametrize("score", [-1.31, 0.73, 2.21])
+@pytest.mark.parametrize("name", SCORE_MODS)
+def test_the_derivative_is_a_difference_quotient(name, score):
+    function, step = SCORE_MODS[name], 1e-6
+    quotient = (value_of(function, score + step) - value_of(function, score - step)) / (2 * step)
+    assert slope_of(function, score) == pytest.approx(float(quotient), rel=1e-6, abs=1e-6)
+
+
+def test_the_derivative_of_what_is_not_chosen_has_no_influence():
+    assert slope_of(lambda s, b, h, i, j: pyflash.where(s > 0, pyflash.sqrt(s), 2 * s), -1.0) == 2.0
+
+
+def test_indices_outside_of_an_array_are_its_edge():
+    table = np.arange(10.0)
+    assert value_of(lambda s, b, h, i, j: table[i - 100], 0.0) == 0
+    assert value_of(lambda s, b, h, i, j: table[i + 100], 0.0) == 9
+
+
+def dense(scores, seen=True):
+    """(out, lse) of a matrix of scores."""
+    scores = np.where(seen, scores, -np.inf)
+    lse = np.log(np.exp(scores).sum(-1))
+    return np.einsum("bhij,bjhd->bihd", np.exp(scores - lse[..., None]), V), lse
+
+
+def test_numpy_computes_what_a_matrix_does():
+    plain = np.einsum("bihd,bjhd->bhij", Q, K) / math.sqrt(8)
+    i, j = np.arange(19)[:, None], np.arange(23)
+    distances = np.broadcast_to(np.abs(i - j), plain.shape)
+    expected = dense(np.tanh(plain) + TABLE[:, None, :] - 0.1 * distances, IDS[:19, None] == IDS)
+
+    def score_mod(score, batch, head, q_idx, kv_idx):
+        return pyflash.tanh(score) + TABLE[head, kv_idx] - 0.1 * pyflash.abs(q_idx - kv_idx)
+
+    def mask_mod(batch, head, q_idx, kv_idx):
+        return IDS[q_idx] == IDS[kv_idx]
+
+    call = {"score_mod": score_mod, "mask_mod": mask_mod}
+    for found in (pyflash.flash_attention(Q, K, V, return_lse=True, **call), reference.attention(Q, K, V, **call)):
+        for got, right in zip(found, expected, strict=True):
+            np.testing.assert_allclose(got, right, rtol=1e-10, atol=1e-10)
+
+
+def test_alibi_as_a_function_is_alibi():
+    slopes = 2.0 ** -np.arange(1, 5)
+    call = {"score_mod": lambda s, b, h, i, j: s - slopes[h] * pyflash.abs(i + 4 - j)}
+    out, lse = pyflash.flash_attention(Q, K, V, alibi_slopes=slopes, return_lse=True)
+    found = pyflash.flash_attention_backward(DOUT, Q, K, V, out, lse, **call)
+    expected = pyflash.flash_attention_backward(DOUT, Q, K, V, out, lse, alibi_slopes=slopes)
+    for got, right in zip((pyflash.flash_attention(Q, K, V, **call), *found), (out, *expected), strict=True):
+        np.testing.assert_allclose(got, right, rtol=1e-12, atol=1e-12)
+
+
+def test_the_gradient_of_a_bias_below_a_function():
+    """By a difference quotient: the bias is added before the function."""
+    bias, direction, step = RNG.standard_normal((4, 1, 23)), RNG.standard_normal((4, 1, 23)), 1e-6
+    call = {"score_mod": lambda s, b, h, i, j: 2 * pyflash.tanh(s)}
+
+    def loss(bias):
+        return (reference.attention(Q, K, V, bias=bias, **call)[0] * DOUT).sum()
+
+    quotient = (loss(bias + step * direction) - loss(bias - step * direction)) / (2 * step)
+    out, lse = pyflash.flash_attention(Q, K, V, bias=bias, return_lse=True, **call)
+    *_, dbias = pyflash.flash_attention_backward(DOUT, Q, K, V, out, lse, bias=bias, return_dbias=True, **call)
+    *_, right = reference.attention_backward(DOUT, Q, K, V, bias=bias, return_dbias=True, **call)
+    assert (dbias * direction).sum() == pytest.approx(quotient, rel=1e-6)
+    np.testing.assert_allclose(dbias, right, rtol=1e-10, atol=1e-12)
+
+
+REFUSED = {
+    "if": (lambda s, b, h, i, j: s if i > j else 0, "bool.*pyflash.where"),
+    "and": (lambda s, b, h, i, j: pyflash.where(i > j and h == 0, s, 0), "bool.*& [|] ~"),
+    "max": (lambda s, b, h, i, j: max(s, 0), "max.*pyflash.where"),
+    "float": (lambda s, b, h, i, j: float(s), "float.*pyflash.where, exp"),
+    "math": (lambda s, b, h, i, j: math.exp(s), "float.*pyflash.where, exp"),
+    "NumPy": (lambda s, b, h, i, j: np.arctan(s), "numpy.arctan.*pyflash.where, exp"),
+    "NumPy's where": (lambda s, b, h, i, j: np.where(i > j, s, 0), "numpy.where.*pyflash.where"),
+    "int": (lambda s, b, h, i, j: int(s), "int.*pyflash.floor"),
+    "range": (lambda s, b, h, i, j: sum(range(i)), "Python index"),
+    "loop": (lambda s, b, h, i, j: sum(s), "loop"),
+    "power": (lambda s, b, h, i, j: s**0.5, r"\*\* 0.5.*pyflash.exp"),
+    "floor division": (lambda s, b, h, i, j: s // 2, "//.*pyflash.floor"),
+    "remainder": (lambda s, b, h, i, j: s % 2, "%.*pyflash.floor"),
+    "bits": (lambda s, b, h, i, j: s & 1, "&.*comparisons or integers"),
+    "condition": (lambda s, b, h, i, j: pyflash.where(i, s, 0), "where.*pyflash.where.x != 0"),
+    "whole array": (lambda s, b, h, i, j: s + TABLE, r"TABLE.*TABLE\[head\]"),
+    "one index of two": (lambda s, b, h, i, j: TABLE[h], r"TABLE\[...\].*2 dimensions.*an index for each"),
+    "no integer": (lambda s, b, h, i, j: IDS[s], "kind real.*q_idx // 2"),
+    "slice": (lambda s, b, h, i, j: IDS[1:2], "slice"),
+    "shape": (lambda s, b, h, i, j: s * IDS.shape[0], "IDS.shape.*variables outside"),
+    "dtype": (lambda s, b, h, i, j: WORDS[i], "WORDS.*float32"),
+    "nothing": (lambda s, b, h, i, j: None, "None.*score"),
+    "string": (lambda s, b, h, i, j: "s", "str"),
+    "NaN": (lambda s, b, h, i, j: s + math.nan, "NaN"),
+    "arguments": (lambda s: s, "1 arguments.*score, batch, head, q_idx, kv_idx"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_traced_is_an_error_that_says_what_can(name):
+    function, message = REFUSED[name]
+    with pytest.raises((TypeError, ValueError), match=f"score_mod: got .*{message}"):
+        pyflash.flash_attention(Q, K, V, score_mod=function)
+
+
+def test_other_errors():
+    tables = [np.zeros(3) for _ in range(5)]
+    first, second, third, fourth, fifth = tables
+    with pytest.raises(ValueError, match="score_mod: got 5 captured arrays.*takes up to 4"):
+        pyflash.flash_attention(Q, K, V, score_mod=lambda s, b, h, i, j: (
+            first[i] + second[i] + third[i] + fourth[i] + fifth[i]))  # fmt: skip
+    with pytest.raises(ValueError, match="5 captured arrays, take 4 together"):
+        pyflash.flash_attention(
+            Q, K, V,
+            score_mod=lambda s, b, h, i, j: first[i] + second[i] + third[i],
+            mask_mod=lambda b, h, i, j: fourth[i] < fifth[i],
+        )  # fmt: skip
+    with pytest.raises(TypeError, match="mask_mod: got a function that returns a number.*x != 0"):
+        pyflash.flash_attention(Q, K, V, mask_mod=lambda b, h, i, j: i - j)
+    with pytest.raises(TypeError, match="mask_mod: got a list, takes None or a Python function of batch, head"):
+        pyflash.flash_attention(Q, K, V, mask_mod=[1])
+    with pytest.raises(IndexError, match="index -1.*from 0 on"):
+        pyflash.flash_attention(Q, K, V, score_mod=lambda s, b, h, i, j: IDS[-1])
+    empty = np.zeros((0,))
+    with pytest.raises(ValueError, match="array 0 that score_mod or mask_mod captures: got shape .0,., takes one with"):
+        pyflash.flash_attention(Q, K, V, score_mod=lambda s, b, h, i, j: empty[i])
+
+
+def counted(calls: list, scale: float):
+    def function(s, b, h, i, j):
+        calls.append(scale)
+        return s * scale + IDS[i]
+
+    return function
+
+
+def test_a_function_is_traced_once():
+    calls, offsets = [], np.zeros(3)
+
+    def made(scale: float, table):
+        return lambda s, b, h, i, j: s * scale + table[i]
+
+    mods = [trace.trace("score_mod", made(2.0, np.full(n, n))) for n in (3, 4)]
+    assert mods[0].graph is mods[1].graph and [len(mod.arrays[0]) for mod in mods] == [3, 4], "another array"
+    assert trace.trace("score_mod", made(3.0, offsets)).graph is not mods[0].graph, "another constant"
+    # A list might change unseen, so a function that captures one is called each time, with the same result.
+    function = counted(calls, 2.0)
+    first, second = (trace.trace("score_mod", function) for _ in range(2))
+    assert calls == [2.0, 2.0] and first.graph is second.graph
+
+
+def test_changed_constants_are_seen():
+    class Settings:
+        scale = 1.0
+
+    def function(s, b, h, i, j):
+        return s * Settings.scale
+
+    first = pyflash.flash_attention(Q, K, V, score_mod=function)
+    Settings.scale = 2.0
+    assert not np.allclose(first, pyflash.flash_attention(Q, K, V, score_mod=function))
+
+
+def test_arrays_are_read_at_each_call():
+    table = np.zeros(23)
+    call = {"score_mod": lambda s, b, h, i, j: s + table[j]}
+    first = pyflash.flash_attention(Q, K, V, **call)
+    table[:5] = 9
+    assert not np.allclose(first, pyflash.flash_attention(Q, K, V, **call))
+
+
+def test_an_array_of_both_functions_is_one_argument():
+    on = features.check({
+        "score_mod": lambda s, b, h, i, j: s + TABLE[h, j] + IDS[i],
+        "mask_mod": lambda b, h, i, j: IDS[i] == IDS[j],
+    })  # fmt: skip
+    scalars, arrays = features.parted(on)
+    assert [array is right for array, right in zip(arrays.values(), (TABLE, IDS), strict=True)] == [True, True]
+    assert all(not mod.arrays for mod in scalars.values()) and hash(tuple(scalars.items()))
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_programs_have_functions_where_they_are_asked_for(backward):
+    for options in ({}, {"mask_mod": FUNCTIONS["mask_mod"]}, FUNCTIONS):
+        problem = example(dtype="float32", backward=backward, **options)
+        for launch in plan(problem, KNOWN["H200"]).launches:
+            text = source.program(launch)
+            named = {name for name in ("score_mod", "score_mod_slope", "mask_mod") if f" {name}(" in text}
+            slope = {"score_mod_slope"} if backward and "score_mod" in options else set()
+            scores = "MASK_MOD" in dict(launch.config)
+            assert named == (options.keys() | slope if scores else set())
+            assert ("mod.cuh" in text) == bool(named)
+
+
+def test_explain_says_who_does_not_take_a_function():
+    made = explain(example(dtype="bfloat16", **FUNCTIONS), KNOWN["H200"], ("sm90", "sm80"))
+    assert made.plan.family == "sm80" and "does not take score_mod and mask_mod" in str(made)
