@@ -262,7 +262,7 @@ def test_other_dtypes_are_refused(dtype):
 
 
 def test_a_mask_of_numbers_is_told_what_it_takes():
-    with pytest.raises(TypeError, match="^mask: got dtype int32, takes None or a boolean array"):
+    with pytest.raises(TypeError, match="^mask: got dtype int32, takes .*bool"):
         pyflash.flash_attention(*tensors(), mask=torch.ones(1, dtype=torch.int32))
 
 
