@@ -179,8 +179,9 @@ __device__ __forceinline__ bool visible(const Params& p, int q_idx, int kv_idx, 
 
 // ---- Scores ---------------------------------------------------------------------------------------------------------
 
-// Whether gradient() takes the scores as unmodified() gives them. If not, it makes do with p.
-constexpr bool KEEPS_SCORES = cfg::SCORE_MOD;
+// Whether gradient() takes the scores as unmodified() gives them. If not, it makes do with p, of which float32 and float64
+// would lose too much where softcap is flat.
+constexpr bool KEEPS_SCORES = cfg::SCORE_MOD || (cfg::SOFTCAP && sizeof(cfg::Element) > 2);
 
 // What the softmax of a row starts from, in units of log2.
 __device__ __forceinline__ Real row_start(const Params& p, const Head& at) {

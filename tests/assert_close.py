@@ -231,9 +231,10 @@ class Ordinary:
             dbias = self.terms.of_bias(of_bias, self.keys)
             p_sink = np.exp(self.sink - np.where(np.isfinite(self.lse), self.lse, np.inf)[..., None])
             dsinks = (p_sink * (np.abs(delta) * of_p + of_delta)).sum((0, 2, 3))
-            # The slope of scores follows from log(p) + lse, where p may have been rounded to 16 bits.
-            off = half * (np.abs(self.s) + np.where(np.isfinite(self.lse), np.abs(self.lse), 0)[..., None])
-            off = off + float(_finfo(self.dtype).eps) / 2
+            off = half * np.abs(self.s)
+            if self.dtype.itemsize == 2:  # the slope of scores follows from log(p) + lse, where p may have been rounded
+                off = off + half * np.where(np.isfinite(self.lse), np.abs(self.lse), 0)[..., None]
+                off = off + float(_finfo(self.dtype).eps) / 2
             of_slope = np.where(self.visible, np.abs(ds) * self.terms.slope_per_score() * off, 0)
             ds = np.where(self.visible, ds * self.slope, 0)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import pyflash
 from pyflash import features
+from pyflash.tiles import KERNELS
 
 
 def lengths(tile: int) -> tuple[int, ...]:
@@ -518,3 +519,19 @@ def cases(draw, *, tile: int = 64, dtypes: tuple[str, ...] = DTYPES, max_head_di
         dlse=draw(st.booleans()),
         seed=draw(st.integers(0, 2**16)),
     )
+
+
+def taken(family: str, case: Case) -> Case:
+    """The case, changed as far as the kernels of the family refuse it."""
+    kernels = f"fwd_{family}", f"bwd_{family}"
+    options = tuple(
+        (name, value) for name, value in case.options if set(kernels) <= set(features.BY_NAME[name].kernels)
+    )
+    dtypes = KERNELS[kernels[0]].dtypes
+    case = replace(case, dtype=dtypes[case.seed % len(dtypes)], options=options)
+    if family != "sm90":
+        return case
+    # What TMA can describe: something, in rows of 16 bytes.
+    sizes = {name: max(getattr(case, name), 1) for name in ("batch", "seqlen_q", "seqlen_k")}
+    dims = {name: -(-getattr(case, name) // 8) * 8 for name in ("head_dim", "head_dim_v")}
+    return replace(case, **sizes, **dims, layouts=("contiguous",) * 4)
