@@ -102,7 +102,7 @@ bwd_simt(const __grid_constant__ Params p) {
   simt::Stream<SLOT, decltype(load_slice)> slices{smem.slots, load_slice, num_visits * SLICES};
 
   Element s_rmem[ROWS][COLS], marked[ROWS][COLS];                 // s, then dp; p, of which weights has what is kept
-  Element unmodified[ROWS][COLS];                                  // s, if KEEPS_SCORES
+  Element qk[ROWS][COLS];                                          // if KEEPS_SCORES
   Element da_rmem[ROWS][COLS_A] = {}, dv_rmem[ROWS][COLS_B] = {};  // dq or dk; dv
   Element origin[QUERIES], delta[QUERIES];                         // lse in units of log2; rowsum(do * o) - dlse
   int other0, head;                                                // first row of the tile that is visited; query head
@@ -191,8 +191,8 @@ bwd_simt(const __grid_constant__ Params p) {
 #pragma unroll
       for (int j = 0; j < COLS; j++) {
         const int own = own_row(i), other = other_row(j);
-        unmodified[i][j] = scores.unmodified(s_rmem[i][j], q_offset(i, j), kv_offset(i, j));
-        const Element s = scores.modified(unmodified[i][j], q_offset(i, j), kv_offset(i, j));
+        qk[i][j] = s_rmem[i][j];
+        const Element s = scores.score(qk[i][j], q_offset(i, j), kv_offset(i, j));
         const Element prob = exp2_real(s * scale - origin[cfg::PHASE_DQ ? i : j]);
         marked[i][j] = scores.marked(hidden(own, other) ? 0 : prob, q_offset(i, j), kv_offset(i, j));
         smem.weights[own][other] = kept(marked[i][j]);
@@ -211,7 +211,7 @@ bwd_simt(const __grid_constant__ Params p) {
         const int query = cfg::PHASE_DQ ? i : j;
         const Element prob = DROPS ? marked[i][j] : weight;
         const Element ds = scores.gradient(prob, s_rmem[i][j], delta[query], origin[query], q_offset(i, j),
-                                           kv_offset(i, j), KEEPS_SCORES ? unmodified[i][j] : 0);
+                                           kv_offset(i, j), KEEPS_SCORES ? qk[i][j] : 0);
         weight = hidden(own_row(i), other_row(j)) ? 0 : ds;
       }
     }

@@ -372,9 +372,8 @@ bwd_sm80(const __grid_constant__ Params p) {
             float& x = dp[n][m][half][e];
             const float prob = to_real(Element{(unsigned short)(pt[n][half * 2 + e / 2] >> (e % 2 * 16))});
             const int q_offset = m * BLOCK + half * 8 + e % 2, kv_offset = n * BLOCK + e / 2 * 8;
-            const float unmodified = KEEPS_SCORES ? scorer.unmodified(s[n][m][half][e], q_offset, kv_offset) : 0;
             x = scorer.gradient(prob, x, e % 2 ? delta.second : delta.first, e % 2 ? lse.second : lse.first, q_offset,
-                                kv_offset, unmodified);
+                                kv_offset, KEEPS_SCORES ? s[n][m][half][e] : 0);
           }
         }
       }

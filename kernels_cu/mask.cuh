@@ -179,8 +179,8 @@ __device__ __forceinline__ bool visible(const Params& p, int q_idx, int kv_idx, 
 
 // ---- Scores ---------------------------------------------------------------------------------------------------------
 
-// Whether gradient() takes the scores as unmodified() gives them. If not, it makes do with p, of which float32 and float64
-// would lose too much where softcap is flat.
+// Whether gradient() takes the products q.k. If not, it makes do with p, of which float32 and float64 would lose too much
+// where softcap is flat.
 constexpr bool KEEPS_SCORES = cfg::SCORE_MOD || (cfg::SOFTCAP && sizeof(cfg::Element) > 2);
 
 // What the softmax of a row starts from, in units of log2.
@@ -281,9 +281,9 @@ struct Scorer {
   }
 
   // ds of the product from p = 2^(score - origin), marked, dp and delta. The slope of softcap follows from p too: whoever
-  // computes ds need not have the score, but for KEEPS_SCORES. It is 0 where p is, or is not a number.
+  // computes ds need not have the product, but for KEEPS_SCORES. It is 0 where p is, or is not a number.
   __device__ __forceinline__ Real gradient(Real prob, Real dp, Real delta, Real origin, int q_offset, int kv_offset,
-                                           Real unmodified = 0) const {
+                                           Real qk = 0) const {
     if constexpr (DROPS) {
       dp = prob > 0 ? dp * kept_scale(p) : Real(0);
       prob = abs_real(prob);
@@ -291,7 +291,8 @@ struct Scorer {
     Real ds = prob * (dp - delta);
     if constexpr (cfg::SCORE_MOD) {
       const int query = q_idx + q_offset, key = kv_idx + kv_offset;
-      const Real slope = mod::score_mod_slope(p, unmodified * NATURAL, at.batch, at.head, query, key);
+      const Real score = unmodified(qk, q_offset, kv_offset);
+      const Real slope = mod::score_mod_slope(p, score * NATURAL, at.batch, at.head, query, key);
       ds *= prob != 0 ? slope : Real(1);
     }
     if constexpr (cfg::BIAS) {
@@ -301,8 +302,13 @@ struct Scorer {
       }
     }
     if (!cfg::SOFTCAP) return ds;
-    const Real capped = (KEEPS_SCORES ? unmodified : log2_real(prob) + origin) - addend(q_offset, kv_offset);
-    const Real t = max(min(capped * p.softcap_out_inverse, Real(1)), Real(-1));
+    Real t;
+    if constexpr (KEEPS_SCORES) {
+      t = tanh_score(qk * p.softcap_in);
+    } else {
+      const Real capped = log2_real(prob) + origin - addend(q_offset, kv_offset);
+      t = max(min(capped * p.softcap_out_inverse, Real(1)), Real(-1));
+    }
     return ds * (1 - t * t);
   }
 
