@@ -282,20 +282,22 @@ bwd_sm80(const __grid_constant__ Params p) {
       multiply_rows<TILE_D, KEPT_D>(s, k_kept, lane_address<TILE_D, ROWS_FIRST>(smem.k, key0, lane),
                                     lane_address<TILE_D, COLS_FIRST>(smem.q[tile.slot], 0, lane));
       const Scorer scorer = scorer_of(tile);
+      by_size(p, s, [&](auto small) {
 #pragma unroll
-      for (int m = 0; m < Q_BLOCKS; m++) {
+        for (int m = 0; m < Q_BLOCKS; m++) {
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-          const Pair lse = smem.lse[tile.slot][pair(m, half)];
+          for (int half = 0; half < 2; half++) {
+            const Pair lse = smem.lse[tile.slot][pair(m, half)];
 #pragma unroll
-          for (int i = 0; i < KEY_BLOCKS * 4; i++) {
-            const int n = i / 4, e = i % 4;
-            float& x = s[n][m][half][e];
-            x = scorer.score(x, m * BLOCK + half * 8 + e % 2, n * BLOCK + e / 2 * 8);
-            x = ex2(fmaf(x, scale, -(e % 2 ? lse.second : lse.first)));
+            for (int i = 0; i < KEY_BLOCKS * 4; i++) {
+              const int n = i / 4, e = i % 4;
+              float& x = s[n][m][half][e];
+              x = scorer.score(x, m * BLOCK + half * 8 + e % 2, n * BLOCK + e / 2 * 8, small);
+              x = ex2(fmaf(x, scale, -(e % 2 ? lse.second : lse.first)));
+            }
           }
         }
-      }
+      });
       if (hides(tile)) hide(tile, s);
 #pragma unroll
       for (int i = 0; i < KEY_BLOCKS * Q_BLOCKS * 8; i++) {

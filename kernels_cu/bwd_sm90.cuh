@@ -259,7 +259,7 @@ __device__ __forceinline__ void multiply_keys_queries(float (&d)[TILE_M / 2], u6
 __device__ __forceinline__ void exponentiate(const Params& p, u32 (&p_rmem)[M_STEPS][4],
                                              const float (&s_rmem)[TILE_M / 2], const TileValues& lse_smem, float scale,
                                              const Head& head, int m0, int key, bool hides, int lane) {
-  auto every_element = [&](auto may_hide) {
+  auto every_element = [&](auto small, auto may_hide) {
     const int q0 = m0 + lane % 4 * 2;
     const Scorer scorer(p, head, q0, key);
     const VisibleQueries queries[2] = {visible_queries(p, key, q0), visible_queries(p, key + 8, q0)};
@@ -272,7 +272,7 @@ __device__ __forceinline__ void exponentiate(const Params& p, u32 (&p_rmem)[M_ST
 #pragma unroll
         for (int e = 0; e < 2; e++) {
           const int offset = s * 16 + i / 2 * 8 + e;
-          const float qk = scorer.score(s_rmem[8 * s + 2 * i + e], offset, i % 2 * 8);
+          const float qk = scorer.score(s_rmem[8 * s + 2 * i + e], offset, i % 2 * 8, small);
           x[e] = ex2(fmaf(qk, scale, -lse.x[i / 2][e]));
           if (decltype(may_hide)::value && !queries[i % 2].has(offset)) x[e] = 0;
         }
@@ -280,7 +280,9 @@ __device__ __forceinline__ void exponentiate(const Params& p, u32 (&p_rmem)[M_ST
       }
     }
   };
-  if (hides) every_element(Bool<true>()); else every_element(Bool<false>());
+  by_size(p, s_rmem, [&](auto small) {
+    if (hides) every_element(small, Bool<true>()); else every_element(small, Bool<false>());
+  });
 }
 
 // ds = p * (dp - delta), and whatever else scores were made with, in dp_rmem; p as it was rounded.

@@ -165,11 +165,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_CTAS) fwd_sm80(con
   auto finish_scores = [&](Scores& s, int n0, bool masked) {
     const u32 from = thread_after(n0);
     const Scorer scorer(p, {work.batch, work.head}, work.m0 + lane_row(from, 0), n0 + from % 4 * 2);
+    by_size(p, s, [&](auto small) {
 #pragma unroll
-    for (int i = 0; i < SCORES; i++) {
-      const int m = i / SCORES_PER_BLOCK, n = i / 4 % (KEY_BLOCKS * 2), e = i % 4;
-      s[m][n][e] = scorer.score(s[m][n][e], m * BLOCK + e / 2 * 8, n * 8 + e % 2);
-    }
+      for (int i = 0; i < SCORES; i++) {
+        const int m = i / SCORES_PER_BLOCK, n = i / 4 % (KEY_BLOCKS * 2), e = i % 4;
+        s[m][n][e] = scorer.score(s[m][n][e], m * BLOCK + e / 2 * 8, n * 8 + e % 2, small);
+      }
+    });
     if (!masked) return;
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {

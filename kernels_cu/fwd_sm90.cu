@@ -208,8 +208,10 @@ fwd_sm90(const __grid_constant__ Params p) {
     const int kv0 = n * TILE_N + lane % 4 * 2;
     const Scorer scorers[2] = {{p, {work.batch, head(work, 0)}, query(work, 0), kv0},
                                {p, {work.batch, head(work, 1)}, query(work, 1), kv0}};
+    by_size(p, s_rmem, [&](auto small) {
 #pragma unroll
-    for (int i = 0; i < TILE_N / 2; i++) s_rmem[i] = scorers[i / 2 % 2].score(s_rmem[i], 0, i / 4 * 8 + i % 2);
+      for (int i = 0; i < TILE_N / 2; i++) s_rmem[i] = scorers[i / 2 % 2].score(s_rmem[i], 0, i / 4 * 8 + i % 2, small);
+    });
   };
   auto hide = [&](int n) {
     const int kv0 = n * TILE_N + lane % 4 * 2;
@@ -290,13 +292,13 @@ fwd_sm90(const __grid_constant__ Params p) {
     softmax.take_raised<true>(s_rmem, scale, factor);
     round_p();
   };
-  auto masked_step = [&](int n) {
+  auto raising_step = [&](int n) {
     float factor[2];
     start_step();
     release_k(n);
     k.advance();
     modify(n);
-    hide(n);
+    if (!RISES || !is_full(range, n)) hide(n);
     softmax.take_raised<true>(s_rmem, scale, factor);
     finish_output();
     rescale(factor);
@@ -375,10 +377,10 @@ fwd_sm90(const __grid_constant__ Params p) {
     }
     first_step(range.end - 1);
     for (int n = range.end - 2; n >= range.begin; n--) {
-      if (is_full(range, n)) {
+      if (!RISES && is_full(range, n)) {
         full_step(n);
       } else {
-        masked_step(n);
+        raising_step(n);
       }
     }
 

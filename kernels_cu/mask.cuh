@@ -240,8 +240,9 @@ struct Scorer {
     }
     return sum;
   }
-  __device__ __forceinline__ Real score(Real qk, int q_offset, int kv_offset) const {
-    return modified(unmodified(qk, q_offset, kv_offset), q_offset, kv_offset);
+  template <bool SMALL = false>
+  __device__ __forceinline__ Real score(Real qk, int q_offset, int kv_offset, Bool<SMALL> small = {}) const {
+    return modified(unmodified(qk, q_offset, kv_offset, small), q_offset, kv_offset);
   }
   // It in two steps. What queries that do not exist score is left alone: it must not become NaN.
   __device__ __forceinline__ Real modified(Real s, int q_offset, int kv_offset) const {
@@ -252,9 +253,10 @@ struct Scorer {
     }
     return s;
   }
-  __device__ __forceinline__ Real unmodified(Real qk, int q_offset, int kv_offset) const {
+  template <bool SMALL = false>
+  __device__ __forceinline__ Real unmodified(Real qk, int q_offset, int kv_offset, Bool<SMALL> = {}) const {
     if (!cfg::SCALE_FIRST) return qk;
-    const Real s = cfg::SOFTCAP ? p.softcap_out * tanh_score(qk * p.softcap_in) : qk * p.scale_log2;
+    const Real s = cfg::SOFTCAP ? p.softcap_out * tanh_score<SMALL>(qk * p.softcap_in) : qk * p.scale_log2;
     return ADDS ? s + addend(q_offset, kv_offset) : s;
   }
 
@@ -304,7 +306,7 @@ struct Scorer {
     if (!cfg::SOFTCAP) return ds;
     Real t;
     if constexpr (KEEPS_SCORES) {
-      t = tanh_score(qk * p.softcap_in);
+      t = tanh_score<false>(qk * p.softcap_in);
     } else {
       const Real capped = log2_real(prob) + origin - addend(q_offset, kv_offset);
       t = max(min(capped * p.softcap_out_inverse, Real(1)), Real(-1));
@@ -318,10 +320,23 @@ struct Scorer {
   static __device__ __forceinline__ i64 place(const i64 (&stride)[4], const Head& at, int q_idx, int kv_idx) {
     return at.batch * stride[0] + at.head * stride[1] + q_idx * stride[2] + kv_idx * stride[3];
   }
-  static __device__ __forceinline__ Real tanh_score(Real x) {
-    return sizeof(cfg::Element) == 2 ? tanh_approx(x) : tanh_real(x);
+  // tanh.approx, off by 2^-11, would move a score of 30 by more than its products were rounded.
+  template <bool SMALL> static __device__ __forceinline__ Real tanh_score(Real x) {
+    if constexpr (SMALL) return tanh_small(x);
+    return tanh_real(x);
   }
 };
+
+// body(Bool<SMALL>), to give to Scorer::score(). SMALL: all products s of the warp are so small beside softcap, as they
+// mostly are, that a polynomial does. It leaves the units that exponentials need alone.
+template <class Products, class Body>
+__device__ __forceinline__ void by_size(const Params& p, const Products& s, Body body) {
+  if constexpr (cfg::SOFTCAP && sizeof(cfg::Element) == 2) {
+    if (!__any_sync(~0u, largest(s) * abs_real(p.softcap_in) > TANH_SMALL)) return body(Bool<true>());
+  }
+  body(Bool<false>());
+}
+
 __device__ __forceinline__ auto exponent_scale(const Params& p) {
   return cfg::SCALE_FIRST ? decltype(p.scale_log2)(1) : p.scale_log2;
 }

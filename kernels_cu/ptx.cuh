@@ -41,12 +41,6 @@ __device__ __forceinline__ float lg2(float x) {
   return y;
 }
 
-// 9.7.3.24 tanh: relative error 2^-11.
-__device__ __forceinline__ float tanh_approx(float x) {
-  float y;
-  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 // 9.7.13.7 redux.sync: x of all lanes, or-ed. Of an x that all lanes share it is the same x, now known to be uniform:
 // it and what is computed from it can live in registers that the warp shares (sm_80 and later; before, it is only x).

@@ -79,6 +79,21 @@ __device__ __forceinline__ float log2_real(float x) { return log2f(x); }
 __device__ __forceinline__ double log2_real(double x) { return log2(x); }
 __device__ __forceinline__ float tanh_real(float x) { return tanhf(x); }
 __device__ __forceinline__ double tanh_real(double x) { return tanh(x); }
+// The same where |x| <= TANH_SMALL, relative error 2^-23: x + x^3 P(x^2).
+constexpr float TANH_SMALL = 0.6f;
+__device__ __forceinline__ float tanh_small(float x) {
+  const float u = x * x;
+  const float of_u = fmaf(fmaf(fmaf(u, 0.015612633f, -0.05221180617f), u, 0.1331311613f), u, -0.333325982f);
+  return fmaf(x, u * of_u, x);
+}
+// The largest magnitude in an array of any dimensions. NaN is none.
+__device__ __forceinline__ float largest(float x) { return fabsf(x); }
+template <class Part, int COUNT> __device__ __forceinline__ float largest(const Part (&parts)[COUNT]) {
+  float found = 0;
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) found = fmaxf(found, largest(parts[i]));
+  return found;
+}
 __device__ __forceinline__ float abs_real(float x) { return fabsf(x); }
 __device__ __forceinline__ double abs_real(double x) { return fabs(x); }
 __device__ __forceinline__ float log_real(float x) { return logf(x); }

@@ -9,8 +9,6 @@ constexpr int WARP = 32, WARPGROUP = 128, CHUNK = 64, CHUNK_ROW_BYTES = 128, UNI
 // A value that all lanes of a warp share, so that the compiler knows: it then takes a uniform register.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
-template <bool VALUE> struct Bool { static constexpr bool value = VALUE; };
-
 // A position that goes round a ring of COUNT buffers, and the parity of the mbarrier phase that it is in.
 template <int COUNT> struct Ring {
   int index = 0;

@@ -162,7 +162,7 @@ def run_row(kernel: str, row: Row) -> tuple:
     return (q, k, v, dout), (out, lse, *gradients), causal, dtype, problem.softmax_scale
 
 
-ROWS = [(name, row) for name, kernel in KERNELS.items() for row in kernel.rows if name.startswith(("fwd_", "bwd_s"))]
+ROWS = [(name, row) for name, kernel in KERNELS.items() for row in kernel.rows if name[4:] in FAMILIES]
 
 
 @pytest.fixture(scope="module")
