@@ -247,12 +247,12 @@ def kind_of(array, name: str) -> Kind:
     library = _library(type(array))
     if library == "cupy":
         return CUPY
+    if library == "torch" and array.is_cuda and array.layout is sys.modules["torch"].strided:
+        return TORCH
     shown = argument(name)
     if library == "torch":
         if array.layout is not sys.modules["torch"].strided:
             raise Unsupported(f"{shown}: got a tensor of layout {array.layout}, takes torch.strided")
-        if array.is_cuda:
-            return TORCH
         if array.device.type == "cpu":
             dtype = str(array.dtype).removeprefix("torch.")
             if dtype not in ITEMSIZES:  # not left to NumPy, which does not know them all

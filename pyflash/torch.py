@@ -71,6 +71,8 @@ def attention(q, k, v, options: dict[str, object], deterministic: bool = False):
 def _captured(options: dict[str, object]) -> dict[str, torch.Tensor]:
     """What the functions among options capture."""
     functions = {name: options[name] for name in FUNCTIONS if options.get(name) is not None}
+    if not functions:
+        return functions
     return {argument(name): array for name, array in parted(check(functions))[1].items()}
 
 
