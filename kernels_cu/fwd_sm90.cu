@@ -23,7 +23,7 @@
 //
 // The reference is a stale maximum (softmax.cuh): no maximum is looked for, and o is not rescaled. The sum of the new
 // probabilities tells if a score was too large for that; then, rarely, the warp alone computes its scores anew
-// (warp_products) and takes the ordinary step.
+// (warp_products) and takes the ordinary step. Some features make that frequent, or dear, and look for the maximum (RAISES).
 //
 // A hidden key has no influence whatever its v holds, but 0 * v is NaN where v is inf or NaN, and then so is a column
 // of o, in every row. So once an output tile, when its masked tiles have been multiplied, each lane looks through one
@@ -204,8 +204,12 @@ fwd_sm90(const __grid_constant__ Params p) {
   };
 
   // ---- Softmax
+  auto first_key = [&](int n) {  // of the lane's in a key tile
+    const int key = n * TILE_N + lane % 4 * 2;
+    return BY_ELEMENT ? (int)opaque(key) : key;  // nothing made from it before the scores are there
+  };
   auto modify = [&](int n) {
-    const int kv0 = n * TILE_N + lane % 4 * 2;
+    const int kv0 = first_key(n);
     const Scorer scorers[2] = {{p, {work.batch, head(work, 0)}, query(work, 0), kv0},
                                {p, {work.batch, head(work, 1)}, query(work, 1), kv0}};
     by_size(p, s_rmem, [&](auto small) {
@@ -214,9 +218,10 @@ fwd_sm90(const __grid_constant__ Params p) {
     });
   };
   auto hide = [&](int n) {
-    const int kv0 = n * TILE_N + lane % 4 * 2;
+    const int kv0 = first_key(n);
     const int queries[2] = {query(work, 0), query(work, 1)};
-    const VisibleKeys keys[2] = {visible_keys(p, queries[0], kv0), visible_keys(p, queries[1], kv0)};
+    const VisibleKeys keys[2] = {visible_keys(p, queries[0], kv0, {work.batch, head(work, 0)}),
+                                 visible_keys(p, queries[1], kv0, {work.batch, head(work, 1)})};
 #pragma unroll
     for (int i = 0; i < TILE_N / 2; i++) {
       if (!keys[i / 2 % 2].has(i / 4 * 8 + i % 2)) s_rmem[i] = HIDDEN;
@@ -270,7 +275,8 @@ fwd_sm90(const __grid_constant__ Params p) {
         x[r] = ex2(fmaf(x[r], scale, -exponent_origin(softmax.reference[r])));
         x[r] = to_real(Dtype<Element>::from_real(x[r]));
       }
-      const bool seen[2] = {visible(p, queries[0], key), visible(p, queries[1], key)};
+      const bool seen[2] = {visible(p, queries[0], key, {work.batch, head(work, 0)}),
+                            visible(p, queries[1], key, {work.batch, head(work, 1)})};
 #pragma unroll
       for (int i = 0; i < TILE_DV / 2; i++) {
         const int r = i / 2 % 2, column = i / 4 * 8 + i % 2;  // of the lane's; 8 columns are all there or none
@@ -294,14 +300,19 @@ fwd_sm90(const __grid_constant__ Params p) {
   };
   auto raising_step = [&](int n) {
     float factor[2];
+    bool raised = true;
     start_step();
     release_k(n);
     k.advance();
     modify(n);
-    if (!RISES || !is_full(range, n)) hide(n);
-    softmax.take_raised<true>(s_rmem, scale, factor);
+    if (!RAISES || !is_full(range, n)) hide(n);
+    if constexpr (BY_ELEMENT) {
+      raised = softmax.take_checked(s_rmem, scale, factor);
+    } else {
+      softmax.take_raised<true>(s_rmem, scale, factor);
+    }
     finish_output();
-    rescale(factor);
+    if (raised) rescale(factor);
     round_p();
   };
   auto full_step = [&](int n) {
@@ -377,7 +388,7 @@ fwd_sm90(const __grid_constant__ Params p) {
     }
     first_step(range.end - 1);
     for (int n = range.end - 2; n >= range.begin; n--) {
-      if (!RISES && is_full(range, n)) {
+      if (!RAISES && is_full(range, n)) {
         full_step(n);
       } else {
         raising_step(n);

@@ -161,4 +161,20 @@ struct TileSoftmax : RowSoftmax<2> {
 #pragma unroll
     for (int r = 0; r < 2; r++) sum[r] += lane_sum[r];
   }
+
+  // The same only if some score is too large for the reference as it is, which is what it returns to the whole warp.
+  template <int COUNT> __device__ __forceinline__ bool take_checked(float (&s)[COUNT], float scale, float (&factor)[2]) {
+    float lane_max[2] = {NEG_INF, NEG_INF}, lane_sum[2];
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) lane_max[i / 2 % 2] = fmaxf(lane_max[i / 2 % 2], s[i]);
+    const bool raised = __any_sync(~0u, outgrown(0, lane_max[0], scale) || outgrown(1, lane_max[1], scale));
+    if (raised) {
+#pragma unroll
+      for (int r = 0; r < 2; r++) factor[r] = raise(r, lane_max[r], scale);
+    }
+    exponentiate<true>(s, scale, lane_sum);
+#pragma unroll
+    for (int r = 0; r < 2; r++) sum[r] += lane_sum[r];
+    return raised;
+  }
 };

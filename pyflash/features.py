@@ -75,6 +75,7 @@ class Feature:
     is_array = False
     changes_scores = False  # whether there is a score()
     hides_anywhere = False  # whether it hides keys apart from their position
+    by_element = False  # whether each element of the score matrix takes much code of its own
     has_gradient = False
     flags: tuple[str, ...]  # cfg:: constants
     fields: tuple[Field, ...] = ()
@@ -244,7 +245,7 @@ class _AlibiSlopes(Feature):
 class _Broadcast(Feature):
     """An array that broadcasts to the score matrix, by NumPy's rules."""
 
-    is_array = True
+    is_array = by_element = True
 
     def shape_error(self, shape, sizes):
         fits = len(shape) <= 4 and all(
@@ -344,6 +345,7 @@ class _Dropout(Feature):
     """
 
     name, default, takes = "dropout_p", 0.0, "a number from 0 up to but not including 1"
+    by_element = True
     flags = ("DROPOUT",)
     kernels = SIMT + SM80
     fields = (
@@ -378,6 +380,8 @@ class _Dropout(Feature):
 class _Function(Feature):
     """A Python function, traced. Its value is a trace.Mod."""
 
+    by_element = True
+
     def check(self, value):
         return trace.trace(self.name, value)
 
@@ -391,7 +395,7 @@ class _ScoreMod(_Function):
     name, takes = "score_mod", "None or a function (score, batch, head, q_idx, kv_idx) -> score"
     changes_scores = True
     flags = ("SCORE_MOD",)
-    kernels = SIMT + SM80
+    kernels = SIMT + SM80 + SM90[:1]
 
     def score(self, value, s, at):
         return self.evaluated(value.graph, value, at, s.dtype.type, score=s).copy()
@@ -404,7 +408,7 @@ class _MaskMod(_Function):
     name, takes = "mask_mod", "None or a function (batch, head, q_idx, kv_idx) -> bool"
     hides_anywhere = True
     flags = ("MASK_MOD",)
-    kernels = SIMT + SM80
+    kernels = SIMT + SM80 + SM90[:1]
 
     def visible(self, value, at):
         return self.evaluated(value.graph, value, at, np.float64)
@@ -529,6 +533,10 @@ def flags(on: Mapping[str, object]) -> dict[str, bool]:
 
 def changes_scores(on: Iterable[str]) -> bool:
     return any(BY_NAME[name].changes_scores for name in on)
+
+
+def by_element(on: Iterable[str]) -> bool:
+    return any(BY_NAME[name].by_element for name in on)
 
 
 def hides_by_position_only(on: Iterable[str]) -> bool:

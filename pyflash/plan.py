@@ -86,6 +86,7 @@ def _rows(problem: Problem, kernel: Kernel, device: Device) -> Iterator[Row]:
             max(dims) <= row.head_dim
             and row.causal in (None, problem.banded)
             and row.itemsize in (None, problem.dtype.itemsize)
+            and not (row.plain and features.by_element(problem.on))
             and row.min_seqlen_q <= problem.seqlen_q
             and row.min_smem <= device.smem_bytes
             and kernel.smem_bytes(row, *dims, problem.dtype.itemsize) <= device.smem_bytes

@@ -23,7 +23,8 @@ class Row:
     causal: bool | None = None  # serves only problems with causal or window (or only those without)
     itemsize: int | None = None  # serves only elements of this many bytes
     min_seqlen_q: int = 0  # serves only problems with at least this many queries
-    whole: bool = False  # serves neither tiles of several heads nor parts of the keys: made for many long tiles
+    whole: bool = False  # made for many long tiles: serves neither those of several heads nor parts of the keys
+    plain: bool = False  # serves no feature that takes code of its own for each element: has no registers for it
     min_smem: int = 0  # serves only devices that give a CTA this many bytes: where min_ctas CTAs need more than one's
 
 
@@ -156,7 +157,19 @@ def _fwd_sm90(
         }
         threads = 128 * (1 + tile_m // 64)
         row = Row(
-            head_dim, tile_m, tile_n, threads, stages, 1, why, tuple(knobs.items()), causal, None, min_seqlen_q, whole
+            head_dim,
+            tile_m,
+            tile_n,
+            threads,
+            stages,
+            1,
+            why,
+            tuple(knobs.items()),
+            causal,
+            None,
+            min_seqlen_q,
+            whole,
+            plain=whole,
         )
         rows.append(row)
     return tuple(rows)

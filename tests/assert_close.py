@@ -235,7 +235,8 @@ class Ordinary:
             half = np.finfo(self.real).eps / 2
             of_p = half * np.abs(np.where(np.isfinite(self.lse), self.lse, 0))[..., None]
             of_s = half * q.shape[-1] ** 0.5 * np.abs(np.where(self.visible, self.slope * self.qk, 0))
-            of_s = of_s + half * np.abs(np.where(self.visible, self.s, 0))
+            scores = np.where(self.visible & np.isfinite(self.s), self.s, 0)  # what is not finite has p = 0
+            of_s = of_s + half * np.abs(scores)
             # Of out, and of a sum of products whose like in dp is summed in another order.
             of_out = float(_finfo(self.dtype).eps) / 2 + 2 * v.shape[-1] ** 0.5 * half
             of_delta = of_out * np.sqrt(np.square(dout * out).sum(-1, keepdims=True))
@@ -245,7 +246,7 @@ class Ordinary:
             dbias = self.terms.of_bias(of_bias, self.keys)
             p_sink = np.exp(self.sink - np.where(np.isfinite(self.lse), self.lse, np.inf)[..., None])
             dsinks = (p_sink * (np.abs(delta) * of_p + of_delta)).sum((0, 2, 3))
-            off = half * np.abs(self.s)
+            off = half * np.abs(scores)
             if self.dtype.itemsize == 2:  # the slope of scores follows from log(p) + lse, where p may have been rounded
                 off = off + half * np.where(np.isfinite(self.lse), np.abs(self.lse), 0)[..., None]
                 off = off + float(_finfo(self.dtype).eps) / 2

@@ -342,6 +342,17 @@ def _of_everything(case: Case, rng, xp):
     return function
 
 
+def _near(case: Case, rng, xp):
+    """Hides keys by their score: those that are far, and all from some queries."""
+    width = 20
+
+    def function(score, batch, head, q_idx, kv_idx):
+        far = (pyflash.abs(q_idx + 3 * head - kv_idx) > width) | (q_idx % 11 == 5)
+        return pyflash.where(far, -float("inf"), score)
+
+    return function
+
+
 def _documents(case: Case, rng, xp):
     ids = [np.sort(rng.integers(0, 4, (case.batch, n)), -1).astype("int32") for n in (case.seqlen_q, case.seqlen_k)]
     of_queries, of_keys = map(xp.asarray, ids)
@@ -355,7 +366,8 @@ def _prefix(case: Case, rng, xp):
 
 FUNCTIONS: dict[str, dict[str, Callable]] = {
     "score_mod": {
-        "alibi": _alibi, "relative bias": _relative_bias, "capped": _capped, "every operation": _of_everything
+        "alibi": _alibi, "relative bias": _relative_bias, "capped": _capped, "every operation": _of_everything,
+        "near": _near,
     },
     "mask_mod": {"documents": _documents, "prefix": _prefix},
 }  # fmt: skip
@@ -449,6 +461,9 @@ CASES: dict[str, Case] = {
     ),
     "every operation in a function, and in a mask": Case(
         heads_q=4, options=(("score_mod", "every operation"), ("mask_mod", "documents"))
+    ),
+    "scores of minus infinity": Case(
+        seqlen_q=140, seqlen_k=300, heads_q=4, options=(("score_mod", "near"),), values="rising", dlse=True
     ),
     "documents": Case(seqlen_q=140, heads_q=4, options=(("mask_mod", "documents"),), dlse=True),
     "prefix, softcap": Case(seqlen_q=100, options=(("softcap", 5.0), ("mask_mod", "prefix"))),

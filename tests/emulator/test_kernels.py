@@ -179,6 +179,7 @@ HIDING = [
     ((("window", (30, None)), ("softcap", 3.0)), (150, 250)),
     ((("mask", "of batches and keys"),), (150, 250)),
     ((("mask", "of every element"), ("bias", "of keys")), (70, 150)),
+    ((("mask_mod", "documents"), ("score_mod", "alibi")), (150, 250)),
 ]
 
 
