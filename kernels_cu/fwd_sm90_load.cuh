@@ -15,10 +15,10 @@ constexpr int WG_USED_ROWS = WG_QUERIES * cfg::PACK;
 constexpr int D_CHUNKS = (TILE_D + CHUNK - 1) / CHUNK, DV_CHUNKS = (TILE_DV + CHUNK - 1) / CHUNK;
 constexpr int D_STEPS = TILE_D / 16, KEY_STEPS = TILE_N / 16;  // steps of a product's summed dimension
 constexpr int CONSUMER_WARPS = CONSUMERS * WARPGROUP / WARP;
-constexpr bool PING_PONG = CONSUMERS > 1;
-// Whether every step looks for the maximum: scores rise step by step on the way to the diagonal, so that a stale
-// reference is outgrown again and again; or it takes much code to compute them anew.
-constexpr bool RAISES = (cfg::ALIBI && !BOUND_RIGHT) || BY_ELEMENT;
+constexpr bool PING_PONG = cfg::PING_PONG && CONSUMERS > 1;
+// Whether every step looks for the maximum: a stale reference would be outgrown again and again, or it takes much code
+// to compute scores anew.
+constexpr bool RAISES = RISES || BY_ELEMENT;
 static_assert(cfg::NUM_THREADS == (CONSUMERS + 1) * WARPGROUP, "one warpgroup loads, the others compute");
 static_assert(TILE_N % 16 == 0 && TILE_D % 16 == 0 && TILE_DV % 16 == 0, "wgmma sums in steps of 16");
 

@@ -13,6 +13,8 @@ constexpr bool ROWS_DIFFER = BOUND_LEFT || BOUND_RIGHT;
 // Whether a key that exists may be hidden from some row.
 constexpr bool HIDES_ANYWHERE = cfg::MASK || cfg::MASK_MOD;  // apart from its position
 constexpr bool HIDES_KEYS = ROWS_DIFFER || HIDES_ANYWHERE;
+// Whether scores rise step by step on the way from the last key to the diagonal.
+constexpr bool RISES = cfg::ALIBI && !BOUND_RIGHT;
 // Whether elements differ in more than their distance from the diagonal: what it takes to compute them is much code.
 constexpr bool BY_ELEMENT = HIDES_ANYWHERE || cfg::BIAS || cfg::SCORE_MOD || cfg::DROPOUT;
 

@@ -88,6 +88,7 @@ def _rows(problem: Problem, kernel: Kernel, device: Device) -> Iterator[Row]:
             and row.itemsize in (None, problem.dtype.itemsize)
             and not (row.plain and features.by_element(problem.on))
             and row.min_seqlen_q <= problem.seqlen_q
+            and (row.max_seqlen is None or max(problem.seqlen_q, problem.seqlen_k) <= row.max_seqlen)
             and row.min_smem <= device.smem_bytes
             and kernel.smem_bytes(row, *dims, problem.dtype.itemsize) <= device.smem_bytes
         ):

@@ -23,6 +23,7 @@ class Row:
     causal: bool | None = None  # serves only problems with causal or window (or only those without)
     itemsize: int | None = None  # serves only elements of this many bytes
     min_seqlen_q: int = 0  # serves only problems with at least this many queries
+    max_seqlen: int | None = None  # and at most this many, and as many keys
     whole: bool = False  # made for many long tiles: serves neither those of several heads nor parts of the keys
     plain: bool = False  # serves no feature that takes code of its own for each element: has no registers for it
     min_smem: int = 0  # serves only devices that give a CTA this many bytes: where min_ctas CTAs need more than one's
@@ -135,15 +136,17 @@ def _fwd_sm90(
     *,
     early: bool = True,
     pass_early: int = 0,
+    ping_pong: bool = True,
     min_seqlen_q: int = 0,
     only_causal: bool | None = None,
     dynamic: bool = False,
     whole: bool = False,
+    max_seqlen: int | None = None,
 ) -> tuple[Row, ...]:
     """One warpgroup loads; those that compute 64 rows each share the other registers. Causal tiles differ in length, so
     they are handed out as CTAs get free, as are `dynamic` ones. `early`: scores of the next output tile beside the last
-    step of this one; `pass_early`: 16-key steps of the second product that are left when the next warpgroup gets its
-    turn."""
+    step of this one; `ping_pong`: warpgroups take turns at products, so that each has its exponentials under another's;
+    `pass_early`: 16-key steps of the second product that are left when the next one gets its turn."""
     producer, consumer = {128: (40, 232), 192: (32, 160), 256: (32, 112)}[tile_m]
     rows = []
     for causal in (False, True) if only_causal is None else (only_causal,):
@@ -152,6 +155,7 @@ def _fwd_sm90(
             "DYNAMIC": causal or dynamic,
             "SCORE_EARLY": early,
             "PASS_EARLY": pass_early,
+            "PING_PONG": ping_pong,
             "PRODUCER_REGS": producer,
             "CONSUMER_REGS": consumer,
         }
@@ -168,6 +172,7 @@ def _fwd_sm90(
             causal,
             None,
             min_seqlen_q,
+            max_seqlen,
             whole,
             plain=whole,
         )
@@ -202,6 +207,7 @@ def _simt(head_dim: int, tile_m: int, tile_n: int, threads: int, grid: tuple[int
 _FOUR_WARPGROUPS = "as exponentials bind, four to hide them: 192 rows of 128 keys -4 % full, -7 % causal"
 _THREE_WARPGROUPS = "three hide more of a long walk, and share k and v: 128 x 128 -3 to -9 %"
 _SHORT = "144 or 176 keys up to -20 %; two tiles of q, k and v -2 to -4 % at 1k with four query heads a head of k"
+_ONE_TILE = "half of the keys are visible to half of the rows, and all is memory: 128 keys -7 %, turns -2 %"
 _BLOCKS = "8 x 8 results a thread in both products, two CTAs a multiprocessor"
 _LESS_SMEM = "as above in 99 KB, what consumer GPUs of compute capability 8.6 to 12.0 have"
 _LEAST_SMEM = "in the 64 KB of compute capability 7.5"
@@ -246,6 +252,7 @@ KERNELS: dict[str, Kernel] = {
         smem_bytes=_fwd_sm90_smem,
         rows=(
             *_fwd_sm90(64, 256, 64, 4, 2, _FOUR_WARPGROUPS, min_seqlen_q=129, whole=True),
+            *_fwd_sm90(64, 128, 64, 4, 2, _ONE_TILE, ping_pong=False, only_causal=True, max_seqlen=128),
             *_fwd_sm90(64, 128, 128, 2, 2, "no more rows than queries: at 128 +20 % full, +15 % causal", dynamic=True),
             *_fwd_sm90(80, 192, 112, 2, 1, "three warpgroups: 128 x 128 -11 % full, -8 % causal at 4k", whole=True),
             *_fwd_sm90(80, 128, 128, 2, 2, "for parts of the keys or several heads in a tile, and where tiles are few"),

@@ -195,12 +195,13 @@ class Ordinary:
             return out.swapaxes(1, 2).astype(self.dtype), self.lse
 
     def oracle_rounding(self) -> tuple[np.ndarray | float, np.ndarray | float]:
-        """What rounding scores does to out and lse of the oracle: in float64 it is no more exact than what it judges, and
-        ordinary attention, which forms its scores alike, does not show it."""
+        """What rounding scores does to out and lse of the oracle: in float64 it is no more exact than what it judges,
+        and ordinary attention, which forms its scores alike, does not show it."""
         if self.real is not np.float64:
             return 0.0, 0.0
         with np.errstate(all="ignore"):
-            moved = self.unrounded_p * np.where(self.visible, np.finfo(self.real).eps / 2 * np.abs(self.s), 0)
+            scores = np.where(self.visible & np.isfinite(self.s), self.s, 0)  # what is not finite has p = 0
+            moved = self.unrounded_p * np.finfo(self.real).eps / 2 * np.abs(scores)
             squares = np.square(moved).sum(-1, keepdims=True)
             out = self._selected(self.weight * self.unrounded_p, self.v, self.visible)
             of_out = np.square(self.weight * moved) @ np.square(self.v) + squares * np.square(out)

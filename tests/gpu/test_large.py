@@ -147,7 +147,7 @@ def run_row(kernel: str, row: Row) -> tuple:
     """Inputs, results and options of a call that uses a tile row, at lengths that are no multiples of any tile."""
     problem = problems_here()[kernel, row]
     dtype, causal, seqlen_q = problem.dtype.name, bool(problem.option("causal")), problem.seqlen_q + 57
-    seqlen_k = max(seqlen_q, 757)
+    seqlen_k = max(seqlen_q, row.max_seqlen or 757)
     extents = [(seqlen_q, problem.head_dim), (seqlen_k, problem.head_dim), (seqlen_k, problem.head_dim_v)]
     q, k, v = (random((1, seqlen, 2, width), dtype, seed) for seed, (seqlen, width) in enumerate(extents))
     dout = random((1, seqlen_q, 2, problem.head_dim_v), dtype, 3)
