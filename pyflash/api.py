@@ -11,6 +11,8 @@ from .launch import SEED, WORKSPACE, Executable
 from .plan import plan
 from .tiles import FAMILIES
 
+_NO_WINDOW = features.BY_NAME["window"].default  # the object itself, which costs the least to recognise
+
 
 def flash_attention(
     q,
@@ -19,7 +21,7 @@ def flash_attention(
     *,
     softmax_scale=None,
     causal=False,
-    window=(None, None),
+    window=_NO_WINDOW,
     softcap=None,
     alibi_slopes=None,
     bias=None,
@@ -125,7 +127,6 @@ def flash_attention(
             seed = features.check_seed(seed)
         elif not traced:
             seed = kind.seed()
-        options["seed"] = seed
     if traced or kind.autograd:
         from . import torch as glue
 
@@ -134,7 +135,7 @@ def flash_attention(
                 raise ValueError(
                     "out: got a tensor, takes None where q, k or v requires grad, under autocast, and in torch.compile"
                 )
-            result = glue.attention(q, k, v, {"softmax_scale": softmax_scale, **options})
+            result = glue.attention(q, k, v, {"softmax_scale": softmax_scale, **options, "seed": seed})
             return result if return_lse else result[0]
     results = _call(kind, given, softmax_scale, scalars, seed, wants_lse=return_lse)
     o = results["o"] if out is None else out
@@ -151,7 +152,7 @@ def flash_attention_backward(
     *,
     softmax_scale=None,
     causal=False,
-    window=(None, None),
+    window=_NO_WINDOW,
     softcap=None,
     alibi_slopes=None,
     bias=None,
@@ -222,11 +223,11 @@ def flash_attention_backward(
         if seed is None:
             features.BY_NAME["dropout_p"].check(dropout_p)  # what is wrong with that comes first
             raise ValueError("seed: got None, takes the forward's where there is dropout")
-        options["seed"] = seed = features.check_seed(seed)
+        seed = features.check_seed(seed)
     if arrays.traced_by_torch():
         from . import torch as glue
 
-        options = {"softmax_scale": softmax_scale, **options}
+        options = {"softmax_scale": softmax_scale, **options, "seed": seed}
         return tuple(glue.attention_backward(dout, q, k, v, out, lse, dlse, options, deterministic, gradients))
     scalars = _split(options, given)
     kind = arrays.common_kind(given)
@@ -245,7 +246,7 @@ def explain(
     *,
     softmax_scale=None,
     causal=False,
-    window=(None, None),
+    window=_NO_WINDOW,
     softcap=None,
     alibi_slopes=None,
     bias=None,
@@ -320,8 +321,7 @@ _MAX_PREPARED = 4096
 
 def _split(options: dict[str, object], given: dict[str, object]) -> dict[str, object]:
     """The scalars among a call's options that are on, checked; the arrays join those that are `given`."""
-    on = features.check({name: value for name, value in options.items() if name != "seed"})
-    scalars, arrays = features.parted(on)
+    scalars, arrays = features.parted(features.check(options))
     given |= arrays
     return scalars
 

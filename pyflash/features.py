@@ -446,6 +446,7 @@ FEATURES: tuple[Feature, ...] = (
 CAPTURED = tuple(_Captured(place) for place in range(trace.MAX_ARRAYS))
 FUNCTIONS = tuple(trace.INPUTS)  # the features that are functions
 BY_NAME = {feature.name: feature for feature in FEATURES + CAPTURED}
+_DEFAULTS = {name: feature.default for name, feature in BY_NAME.items()} | {"seed": None}
 DEFAULTS = {feature.name: feature.default for feature in FEATURES}
 FIELDS = tuple(field for feature in FEATURES + CAPTURED for field in feature.fields)
 
@@ -453,12 +454,15 @@ FIELDS = tuple(field for feature in FEATURES + CAPTURED for field in feature.fie
 def check(options: Mapping[str, object]) -> dict[str, object]:
     """The features among `options` that are on, with their checked values, arrays as they are, in the order of the
     table. A right bound of 0 is causal, however it was asked for; dropout for which there is a seed is the pair."""
-    if unknown := options.keys() - BY_NAME.keys() - {"seed"}:
-        raise TypeError(f"unknown options {sorted(unknown)}, takes {sorted(BY_NAME)}")
+    try:
+        asked = [name for name, value in options.items() if value is not _DEFAULTS[name]]
+    except KeyError:
+        unknown = sorted(options.keys() - _DEFAULTS.keys())
+        raise TypeError(f"unknown options {unknown}, takes {sorted(BY_NAME)}") from None
     on = {}
-    for feature in FEATURES:
-        value = options.get(feature.name, feature.default)
-        if value is not feature.default:
+    for feature in FEATURES if asked else ():
+        if feature.name in asked:
+            value = options[feature.name]
             value = value if feature.is_array else feature.check(value)
             if feature.is_array or value != feature.default:
                 on[feature.name] = value

@@ -101,8 +101,7 @@ def test_what_functions_capture_arrives(gpu):
     seen = []
     gpu.on_launch = lambda call: seen.extend(structs(gpu, [call]))
     pyflash.flash_attention(*inputs(gpu), **call)
-    [(launch, struct)] = seen
-    assert launch.kernel == "fwd_sm80", "Hopper's own does not take functions"
+    [(_, struct)] = seen
     for place, (array, strides) in enumerate([(table, (100, 1, 0, 0)), (ids, (1, 0, 0, 0))]):
         name = f"mod_array_{place}"
         assert getattr(struct, name) == array.data.ptr
