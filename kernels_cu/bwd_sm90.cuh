@@ -255,37 +255,73 @@ __device__ __forceinline__ void multiply_keys_queries(float (&d)[TILE_M / 2], u6
   wgmma_commit();
 }
 
-// p = exp(s - lse), rounded. `key` is the lane's first.
-__device__ __forceinline__ void exponentiate(const Params& p, u32 (&p_rmem)[M_STEPS][4],
-                                             const float (&s_rmem)[TILE_M / 2], const TileValues& lse_smem, float scale,
-                                             const Head& head, int m0, int key, bool hides, int lane) {
-  auto every_element = [&](auto small, auto may_hide) {
-    const int q0 = m0 + lane % 4 * 2;
-    const Scorer scorer(p, head, q0, key);
-    const VisibleQueries queries[2] = {visible_queries(p, key, q0), visible_queries(p, key + 8, q0)};
+// Whether ds is made of other numbers than dv: in place of p, what Scorer::weight() makes of it.
+constexpr bool WEIGHS = KEEPS_SCORES;
+// What HIDES_ANYWHERE is not asked twice: in bits, those of a lane's elements; or, where p or the weight goes
+// to another warpgroup, as minus zero, which no other is but one that is as good as hidden.
+using HiddenBits = u32[TILE_M / 64];
+constexpr bool MARKS_HIDDEN = HIDES_ANYWHERE && cfg::LARGE_HEADS;
+constexpr float MARK = -0.f;
+
+// p = exp(s - lse), rounded, weights if WEIGHS, and what is hidden if BY_ELEMENT. `key` is the lane's first.
+__device__ __forceinline__ void exponentiate(const Params& p, u32 (&p_rmem)[M_STEPS][4], u32 (&weight_rmem)[M_STEPS][4],
+                                             HiddenBits& hidden, const float (&s_rmem)[TILE_M / 2],
+                                             const TileValues& lse_smem, float scale, const Head& head, int m0, int key,
+                                             bool hides, int lane) {
+  auto every_element = [&](auto small, const Scorer& scorer, auto hide) {
 #pragma unroll
     for (int s = 0; s < M_STEPS; s++) {
       const RowValues lse = lse_smem[s][lane % 4];
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        float x[2];
+        float x[2], weight[2];
 #pragma unroll
         for (int e = 0; e < 2; e++) {
-          const int offset = s * 16 + i / 2 * 8 + e;
-          const float qk = scorer.score(s_rmem[8 * s + 2 * i + e], offset, i % 2 * 8, small);
+          const int offset = s * 16 + i / 2 * 8 + e, index = 8 * s + 2 * i + e;
+          const float qk = scorer.score(s_rmem[index], offset, i % 2 * 8, small);
           x[e] = ex2(fmaf(qk, scale, -lse.x[i / 2][e]));
-          if (decltype(may_hide)::value && !queries[i % 2].has(offset)) x[e] = 0;
+          hide(x[e], i % 2, offset, index);
+          if (WEIGHS) weight[e] = scorer.weight(x[e], s_rmem[index], offset, i % 2 * 8);
         }
         p_rmem[s][i] = pack2<Element>(x[0], x[1]);
+        if (WEIGHS) weight_rmem[s][i] = pack2<Element>(weight[0], weight[1]);
       }
+      if (BY_ELEMENT) __syncwarp();  // no more elements at a time than registers hold
     }
   };
-  by_size(p, s_rmem, [&](auto small) {
-    if (hides) every_element(small, Bool<true>()); else every_element(small, Bool<false>());
-  });
+  if constexpr (BY_ELEMENT) {
+    const int q0 = opaque(m0 + lane % 4 * 2);
+#pragma unroll
+    for (u32& bits : hidden) bits = 0;
+    if (hides) {
+      const VisibleQueries queries[2] = {visible_queries(p, key, q0, head), visible_queries(p, key + 8, q0, head)};
+#pragma unroll
+      for (int i = 0; i < TILE_M / 2; i++) {
+        hidden[i / 32] |= u32(!queries[i / 2 % 2].has(i / 4 * 8 + i % 2)) << i % 32;
+      }
+    }
+    by_size(p, s_rmem, [&](auto small) {
+      every_element(small, Scorer(p, head, q0, key), [&](float& x, int, int, int index) {
+        if (hidden[index / 32] >> index % 32 & 1) x = MARK;
+      });
+    });
+  } else {
+    by_size(p, s_rmem, [&](auto small) {
+      if (hides) {
+        const int q0 = m0 + lane % 4 * 2;
+        const Scorer scorer(p, head, q0, key);
+        const VisibleQueries queries[2] = {visible_queries(p, key, q0), visible_queries(p, key + 8, q0)};
+        every_element(small, scorer, [&](float& x, int r, int offset, int) {
+          if (!queries[r].has(offset)) x = 0;
+        });
+      } else {
+        every_element(small, Scorer(p, head, m0 + lane % 4 * 2, key), [](float&, int, int, int) {});
+      }
+    });
+  }
 }
 
-// ds = p * (dp - delta), and whatever else scores were made with, in dp_rmem; p as it was rounded.
+// ds = p * (dp - delta), and whatever else scores were made with, in dp_rmem; from p as it was rounded, or the weights.
 template <class LoadP>
 __device__ __forceinline__ void make_ds(const Params& p, float (&dp_rmem)[TILE_M / 2], LoadP load_p,
                                         const TileValues& delta_smem, const TileValues& lse_smem, const Head& head,
@@ -300,10 +336,19 @@ __device__ __forceinline__ void make_ds(const Params& p, float (&dp_rmem)[TILE_M
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const Pair x = unpack2(p_rmem[i]);
-      const int q_offset = s * 16 + i / 2 * 8, kv_offset = i % 2 * 8;
       float* dp = dp_rmem + 8 * s + 2 * i;
-      dp[0] = scorer.gradient(x.first, dp[0], delta.x[i / 2][0], lse.x[i / 2][0], q_offset, kv_offset);
-      dp[1] = scorer.gradient(x.second, dp[1], delta.x[i / 2][1], lse.x[i / 2][1], q_offset + 1, kv_offset);
+      auto make = [&](float x, int e) {
+        const int q_offset = s * 16 + i / 2 * 8 + e, kv_offset = i % 2 * 8;
+        const float row_delta = delta.x[i / 2][e];
+        if constexpr (WEIGHS) {
+          dp[e] = scorer.weighed(x, dp[e], row_delta, q_offset, kv_offset);
+        } else {
+          dp[e] = scorer.gradient(x, dp[e], row_delta, lse.x[i / 2][e], q_offset, kv_offset);
+        }
+        if (MARKS_HIDDEN && __float_as_uint(x) == __float_as_uint(MARK)) dp[e] = 0;
+      };
+      make(x.first, 0);
+      make(x.second, 1);
     }
   }
 }
@@ -315,6 +360,14 @@ __device__ __forceinline__ void hide(float (&ds_rmem)[TILE_M / 2], const Params&
 #pragma unroll
   for (int i = 0; i < TILE_M / 2; i++) {
     if (!queries[i / 2 % 2].has(i / 4 * 8 + i % 2)) ds_rmem[i] = 0;
+  }
+}
+
+// The same where exponentiate has found out.
+__device__ __forceinline__ void hide(float (&ds_rmem)[TILE_M / 2], const HiddenBits& hidden) {
+#pragma unroll
+  for (int i = 0; i < TILE_M / 2; i++) {
+    if (hidden[i / 32] >> i % 32 & 1) ds_rmem[i] = 0;
   }
 }
 
@@ -445,7 +498,7 @@ __device__ __forceinline__ void add_dq_exactly(const Params& p, const Smem& smem
     float sum = 0;
 #pragma unroll 1
     for (int n = 0; n < TILE_N; n++) {
-      if (visible(p, m0 + row, tile.n0() + n)) sum += at(smem.ds[buffer], n, row) * at(smem.k, n, column);
+      if (visible(p, m0 + row, tile.n0() + n, {tile.batch, head})) sum += at(smem.ds[buffer], n, row) * at(smem.k, n, column);
     }
     if (cfg::ALONE) dq_gmem[row * p.dq_stride[1] + column] = Dtype<Element>::from_real(sum * p.softmax_scale);
     else red_add(head_gmem + dq_offset(p, m0 + row, column), sum);
@@ -544,7 +597,7 @@ __device__ __forceinline__ void add_nonfinite_to_dv(const Params& p, const Work&
 #pragma unroll 4
       for (int m = m_block * TILE_M; m < end; m++) {
         const Element x = dout_gmem[m * p.dout_stride[1]];
-        if (nonfinite<Element>(x.bits) && visible(p, m, first + key)) sum += to_real(x);
+        if (nonfinite<Element>(x.bits) && visible(p, m, first + key, {tile.batch, head})) sum += to_real(x);
       }
       if (++m_block == tile.q_tiles.end) m_block = tile.q_tiles.begin;
     }

@@ -79,7 +79,8 @@ __device__ __forceinline__ void compute_probabilities(const Params& p, Smem& sme
   const u64 k = descriptor_k_major(smem_u32(smem.k));
   const float scale = exponent_scale(p);
   float dv_rmem[TILE_DV / 2], s_rmem[TILE_M / 2];
-  u32 p_rmem[M_STEPS][4];
+  u32 p_rmem[M_STEPS][4], weight_rmem[M_STEPS][4];
+  HiddenBits hidden;
   Ring<STAGES> stage;
   Ring<P_BUFFERS> buffer;
   Ring<1> keys;
@@ -103,10 +104,12 @@ __device__ __forceinline__ void compute_probabilities(const Params& p, Smem& sme
       const int at = stage.index;
       const bool last = step == steps;
       const bool hides = tile.hides(m_block);
-      exponentiate(p, p_rmem, s_rmem, smem.lse[at], scale, head, m_block * TILE_M, key, hides, lane);
+      exponentiate(p, p_rmem, weight_rmem, hidden, s_rmem, smem.lse[at], scale, head, m_block * TILE_M, key, hides, lane);
       mbarrier_wait(&smem.p_empty[buffer.index], buffer.parity ^ 1);
 #pragma unroll
-      for (int s = 0; s < M_STEPS; s++) st_shared_v4(smem_u32(smem.p[buffer.index][s][thread]), p_rmem[s]);
+      for (int s = 0; s < M_STEPS; s++) {
+        st_shared_v4(smem_u32(smem.p[buffer.index][s][thread]), WEIGHS ? weight_rmem[s] : p_rmem[s]);
+      }
       __syncwarp();
       if (lane == 0) mbarrier_arrive(&smem.p_full[buffer.index]);
       buffer.advance();
@@ -173,7 +176,7 @@ __device__ __forceinline__ void compute_score_gradients(const Params& p, Smem& s
       __syncwarp();
       if (lane == 0) mbarrier_arrive(&smem.p_empty[p_buffer.index]);
       p_buffer.advance();
-      if (tile.hides(m_block)) hide(dp_rmem, p, m_block * TILE_M, tile.n0() + warp_key + lane / 4, lane);
+      if (!MARKS_HIDDEN && tile.hides(m_block)) hide(dp_rmem, p, m_block * TILE_M, tile.n0() + warp_key + lane / 4, lane);
 #pragma unroll
       for (int s = 0; s < M_STEPS; s++) {
 #pragma unroll

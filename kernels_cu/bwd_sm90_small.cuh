@@ -78,7 +78,9 @@ __device__ __forceinline__ void consume(const Params& p, Smem& smem, int consume
   const u64 v = descriptor_k_major(smem_u32(smem.v) + consumer * WG_KEYS * CHUNK_ROW_BYTES);
   const float scale = exponent_scale(p);
   float dk_rmem[TILE_D / 2], dv_rmem[TILE_DV / 2], s_rmem[TILE_M / 2], dp_rmem[TILE_M / 2];
-  u32 a_rmem[M_STEPS][4];  // pT, then dsT
+  u32 a_rmem[M_STEPS][4];       // pT, then dsT
+  HiddenBits hidden;
+  u32 weight_rmem[M_STEPS][4];  // if WEIGHS: dv is on its way with pT when weights are needed
   Ring<STAGES> stage;
   Ring<DS_BUFFERS> buffer;
   Ring<1> keys;
@@ -97,7 +99,7 @@ __device__ __forceinline__ void consume(const Params& p, Smem& smem, int consume
   };
   auto p_of_step = [&](u32 (&p_rmem)[4], int s) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) p_rmem[i] = a_rmem[s][i];
+    for (int i = 0; i < 4; i++) p_rmem[i] = WEIGHS ? weight_rmem[s][i] : a_rmem[s][i];
   };
   auto round_ds = [&] {
 #pragma unroll
@@ -132,13 +134,16 @@ __device__ __forceinline__ void consume(const Params& p, Smem& smem, int consume
       mbarrier_wait(&smem.dout_full[at], stage.parity);
       const bool hides = tile.hides(m_block);
       if (HIDES_KEYS && hides) dv_lacks |= smem.dout_made_finite[at];
-      exponentiate(p, a_rmem, s_rmem, smem.lse[at], scale, head, m_block * TILE_M, key, hides, lane);
+      exponentiate(p, a_rmem, weight_rmem, hidden, s_rmem, smem.lse[at], scale, head, m_block * TILE_M, key, hides, lane);
       multiply_dp_and_dv(at);
       wgmma_wait<1>();
       wgmma_hold(dp_rmem);
       if (last && lane == 0) mbarrier_arrive(&smem.v_empty);
       make_ds(p, dp_rmem, p_of_step, smem.delta[at], smem.lse[at], head, m_block * TILE_M, key, lane);
-      if (hides) hide(dp_rmem, p, m_block * TILE_M, key, lane);
+      if (hides) {
+        if constexpr (HIDES_ANYWHERE) hide(dp_rmem, hidden);
+        else hide(dp_rmem, p, m_block * TILE_M, key, lane);
+      }
       mbarrier_wait(&smem.ds_empty[buffer.index], buffer.parity ^ 1);
       wgmma_wait<0>();
       wgmma_hold(a_rmem);

@@ -81,7 +81,9 @@ __device__ __forceinline__ TileRange q_range(const Params& p, int n0) {
     range.end = max(ceil_div(end_of_last, cfg::TILE_M), range.begin);
     range.full_end = end_of_first >= p.seqlen_q ? range.end : max(end_of_first, 0) / cfg::TILE_M;
   }
-  if (HIDES_ANYWHERE || n0 + cfg::TILE_N > p.seqlen_k) range.full_begin = range.end;
+  if (n0 + cfg::TILE_N > p.seqlen_k) range.full_begin = range.end;
+  // The compiler shall not know that no tile is full: where it sees no branch, it starts too much at once.
+  if (HIDES_ANYWHERE) range.full_begin = opaque(range.end);
   return range;
 }
 
@@ -157,7 +159,7 @@ __device__ __forceinline__ VisibleKeys visible_keys(const Params& p, int q_idx, 
 // And for a whole key: which of the queries q0 + offset see key kv_idx.
 struct VisibleQueries {
   From<true> first;
-  Below<BOUND_LEFT || cfg::MASK> last;
+  Below<BOUND_LEFT || HIDES_ANYWHERE> last;
   Listed<cfg::MASK> listed;
   Chosen<cfg::MASK_MOD> chosen;
   __device__ __forceinline__ bool has(int offset) const {
@@ -169,7 +171,8 @@ __device__ __forceinline__ VisibleQueries visible_queries(const Params& p, int k
   int begin = 0, end = NONE;
   if constexpr (BOUND_RIGHT) begin = kv_idx - right_shift(p);
   if constexpr (BOUND_LEFT) end = kv_idx - left_shift(p) + 1 - q0;
-  if constexpr (cfg::MASK) end = min(end, p.seqlen_q - q0);
+  // A query that does not exist may see a key that no other does.
+  if constexpr (HIDES_ANYWHERE) end = min(end, p.seqlen_q - q0);
   return {{kv_idx < p.seqlen_k ? begin - q0 : NONE}, {end}, {p, at, q0, kv_idx, false}, {p, at, q0, kv_idx, false}};
 }
 
@@ -295,18 +298,8 @@ struct Scorer {
       prob = abs_real(prob);
     }
     Real ds = prob * (dp - delta);
-    if constexpr (cfg::SCORE_MOD) {
-      const int query = q_idx + q_offset, key = kv_idx + kv_offset;
-      const Real score = unmodified(qk, q_offset, kv_offset);
-      const Real slope = mod::score_mod_slope(p, score * NATURAL, at.batch, at.head, query, key);
-      ds *= prob != 0 ? slope : Real(1);
-    }
-    if constexpr (cfg::BIAS) {
-      // What is hidden or does not exist has p = 0.
-      if (p.dbias && prob != 0) {
-        atomicAdd(p.dbias + place(p.dbias_stride, at, q_idx + q_offset, kv_idx + kv_offset), ds);
-      }
-    }
+    if constexpr (cfg::SCORE_MOD) ds *= prob != 0 ? slope_of_mod(qk, q_offset, kv_offset) : Real(1);
+    add_to_dbias(prob, ds, q_offset, kv_offset);
     if (!cfg::SOFTCAP) return ds;
     Real t;
     if constexpr (KEEPS_SCORES) {
@@ -318,11 +311,41 @@ struct Scorer {
     return ds * (1 - t * t);
   }
 
+  // The same in two steps, for KEEPS_SCORES where the product is at hand before dp: what of ds is known by then, p times
+  // the slope of the score, and the rest.
+  __device__ __forceinline__ Real weight(Real prob, Real qk, int q_offset, int kv_offset) const {
+    Real slope = 1;
+    if constexpr (cfg::SCORE_MOD) slope = slope_of_mod(qk, q_offset, kv_offset);
+    if constexpr (cfg::SOFTCAP) {
+      const Real t = tanh_score<false>(qk * p.softcap_in);
+      slope *= 1 - t * t;
+    }
+    return prob != 0 ? prob * slope : prob;
+  }
+  __device__ __forceinline__ Real weighed(Real weight, Real dp, Real delta, int q_offset, int kv_offset) const {
+    const Real ds = weight * (dp - delta);
+    add_to_dbias(weight, ds, q_offset, kv_offset);
+    return ds;
+  }
+
  private:
   static constexpr bool ADDS = cfg::ALIBI || cfg::BIAS;
   static constexpr Real NATURAL = 1 / LOG2_E;  // from units of log2 to those of the functions
   static __device__ __forceinline__ i64 place(const i64 (&stride)[4], const Head& at, int q_idx, int kv_idx) {
     return at.batch * stride[0] + at.head * stride[1] + q_idx * stride[2] + kv_idx * stride[3];
+  }
+  __device__ __forceinline__ Real slope_of_mod(Real qk, int q_offset, int kv_offset) const {
+    const int query = q_idx + q_offset, key = kv_idx + kv_offset;
+    const Real score = unmodified(qk, q_offset, kv_offset);
+    return mod::score_mod_slope(p, score * NATURAL, at.batch, at.head, query, key);
+  }
+  // What is hidden or does not exist has no weight.
+  __device__ __forceinline__ void add_to_dbias(Real weight, Real ds, int q_offset, int kv_offset) const {
+    if constexpr (cfg::BIAS) {
+      if (p.dbias && weight != 0) {
+        atomicAdd(p.dbias + place(p.dbias_stride, at, q_idx + q_offset, kv_idx + kv_offset), ds);
+      }
+    }
   }
   // tanh.approx, off by 2^-11, would move a score of 30 by more than its products were rounded.
   template <bool SMALL> static __device__ __forceinline__ Real tanh_score(Real x) {

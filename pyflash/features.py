@@ -395,7 +395,7 @@ class _ScoreMod(_Function):
     name, takes = "score_mod", "None or a function (score, batch, head, q_idx, kv_idx) -> score"
     changes_scores = True
     flags = ("SCORE_MOD",)
-    kernels = SIMT + SM80 + SM90[:1]
+    kernels = SIMT + SM80 + SM90
 
     def score(self, value, s, at):
         return self.evaluated(value.graph, value, at, s.dtype.type, score=s).copy()
@@ -408,7 +408,7 @@ class _MaskMod(_Function):
     name, takes = "mask_mod", "None or a function (batch, head, q_idx, kv_idx) -> bool"
     hides_anywhere = True
     flags = ("MASK_MOD",)
-    kernels = SIMT + SM80 + SM90[:1]
+    kernels = SIMT + SM80 + SM90
 
     def visible(self, value, at):
         return self.evaluated(value.graph, value, at, np.float64)

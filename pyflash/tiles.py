@@ -181,7 +181,7 @@ def _fwd_sm90(
 
 
 def _bwd_sm90(head_dim: int, tile_m: int, tile_n: int, stages: int, why: str, *, large: bool = False,
-              ping_pong: bool = False, causal: bool | None = None) -> Row:  # fmt: skip
+              ping_pong: bool = False, causal: bool | None = None, plain: bool = False) -> Row:  # fmt: skip
     """One warpgroup loads, one computes dq, and two the rest: they divide keys, or products where heads are `large`."""
     knobs = (
         ("LARGE_HEADS", large),
@@ -190,7 +190,7 @@ def _bwd_sm90(head_dim: int, tile_m: int, tile_n: int, stages: int, why: str, *,
         ("DQ_REGISTERS", 64),
         ("CONSUMER_REGISTERS", 208),
     )
-    return Row(head_dim, tile_m, tile_n, 512, stages, 1, why, knobs, causal)
+    return Row(head_dim, tile_m, tile_n, 512, stages, 1, why, knobs, causal, plain=plain)
 
 
 def _rows(head_dim: int, rows: int, itemsize: int) -> Row:
@@ -377,11 +377,12 @@ KERNELS: dict[str, Kernel] = {
         pad=16,
         smem_bytes=_bwd_sm90_smem,
         rows=(
-            _bwd_sm90(64, 128, 128, 3, "in turns +4 to +7 % from 4k on", ping_pong=True, causal=False),
-            _bwd_sm90(64, 128, 128, 3, "64 queries -3 to -6 % from 4k on", causal=True),
+            _bwd_sm90(64, 128, 128, 3, "in turns +4 to +7 % from 4k on", ping_pong=True, causal=False, plain=True),
+            _bwd_sm90(64, 128, 128, 3, "64 queries -3 to -6 % from 4k on", causal=True, plain=True),
             _bwd_sm90(128, 64, 128, 3, "in turns +2 to +4 % from 4k on; two stages equal", ping_pong=True),
             _bwd_sm90(256, 64, 64, 2, "dk and dv of 64 keys fill a warpgroup each", large=True),
         ),
+        option_spill_bytes=32,  # at head_dim 128, a few predicates and parts of functions of the user's
     ),
     "bwd_delta": Kernel(
         dtypes=_HALF + _FULL,

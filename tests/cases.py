@@ -462,10 +462,16 @@ CASES: dict[str, Case] = {
     "every operation in a function, and in a mask": Case(
         heads_q=4, options=(("score_mod", "every operation"), ("mask_mod", "documents"))
     ),
+    "a function, causal, whole heads of 128": Case(
+        1, 200, 330, 2, 1, 128, 128, options=(("causal", True), ("score_mod", "near"), ("mask_mod", "prefix"))
+    ),
     "scores of minus infinity": Case(
         seqlen_q=140, seqlen_k=300, heads_q=4, options=(("score_mod", "near"),), values="rising", dlse=True
     ),
     "documents": Case(seqlen_q=140, heads_q=4, options=(("mask_mod", "documents"),), dlse=True),
+    "documents, wide heads": Case(
+        1, 70, 150, 2, 1, 192, 256, options=(("score_mod", "relative bias"), ("mask_mod", "documents")), values="times 3"
+    ),
     "prefix, softcap": Case(seqlen_q=100, options=(("softcap", 5.0), ("mask_mod", "prefix"))),
     "everything": Case(
         seqlen_q=100, seqlen_k=150, heads_q=4,

@@ -174,22 +174,23 @@ def takes(family: str, direction: str, case: Case) -> bool:
 # What hides keys, with numbers of queries and keys: causal where all keys are one tile, where they are two, and where
 # full tiles follow.
 HIDING = [
-    *((CAUSAL, seqlens) for seqlens in ((90, 100), (70, 150), (150, 250))),
-    ((("window", (40, 5)),), (150, 250)),
-    ((("window", (30, None)), ("softcap", 3.0)), (150, 250)),
-    ((("mask", "of batches and keys"),), (150, 250)),
-    ((("mask", "of every element"), ("bias", "of keys")), (70, 150)),
-    ((("mask_mod", "documents"), ("score_mod", "alibi")), (150, 250)),
+    *((CAUSAL, seqlens, 64) for seqlens in ((90, 100), (70, 150), (150, 250))),
+    ((("window", (40, 5)),), (150, 250), 64),
+    ((("window", (30, None)), ("softcap", 3.0)), (150, 250), 64),
+    ((("mask", "of batches and keys"),), (150, 250), 64),
+    ((("mask", "of every element"), ("bias", "of keys")), (70, 150), 64),
+    ((("mask_mod", "documents"),), (150, 250), 64),
+    ((("mask_mod", "prefix"), ("score_mod", "alibi")), (90, 150), 192),
 ]
 
 
 @pytest.mark.parametrize("garbage", [np.nan, np.inf])
-@pytest.mark.parametrize(("options", "seqlens"), HIDING)
+@pytest.mark.parametrize(("options", "seqlens", "head_dim"), HIDING)
 @pytest.mark.parametrize(("family", "direction"), DIRECTIONS)
-def test_hidden_keys_have_no_influence(family, direction, options, seqlens, garbage):
+def test_hidden_keys_have_no_influence(family, direction, options, seqlens, head_dim, garbage):
     """Rows that do not see a key do not notice what it holds; those that do get what the reference gets."""
     dtype = KERNELS[kernel_of(family, direction)].dtypes[-1]
-    case = Case(1, *seqlens, 2, 1, 64, 64, dtype, options=options)
+    case = Case(1, *seqlens, 2, 1, head_dim, 64, dtype, options=options)
     if not takes(family, direction, case):
         pytest.skip(f"{family} does not take it")
     arrays = {name: array.copy() for name, array in inputs(case, "backward").items()}
