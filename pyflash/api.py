@@ -50,7 +50,7 @@ def flash_attention(
         Query i sees key j only if j <= i + seqlen_k - seqlen_q: aligned to the bottom-right corner.
     window : (int or None, int or None)
         (left, right): query i sees key j only if its own position i + seqlen_k - seqlen_q is at most `left` behind and
-        `right` before j. None is no limit. Time is in proportion to what is seen.
+        `right` before j. None is no limit. Tiles outside of the band are not visited.
     softcap : float, optional
         Scores s become softcap * tanh(s / softcap).
     alibi_slopes : array (heads_q,) or (batch, heads_q), optional
