@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from . import arrays, cpu, debug, device, entry, features, problem
+from . import arrays, cpu, debug, device, entry, features, problem, sequences
 from . import explain as explanation
 from .errors import Unsupported
 from .launch import SEED, WORKSPACE, Executable

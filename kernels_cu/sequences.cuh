@@ -1,0 +1,122 @@
+// Sequences of their own lengths: which rows of the arrays are whose, and how CTAs find theirs.
+//
+// PACKED: sequences lie one behind the other in arrays of one batch, sequence s from row cu_seqlens[s] on. GAPS: of each
+// only the first seqused[s] rows exist. So the rows, of queries or of keys, are cut into parts: sequences, what is left
+// of them, and at last what no sequence has. What is no sequence's is computed as one without keys, or without queries,
+// which makes its results zero.
+//
+//   rows   | sequence 0 ........ | left | sequence 1 .... | left | ...       | rest |
+//   part     0                     1      2                 3                  2 * batch     (0, 1, .. batch: no GAPS)
+//
+// The tiles of part i, of R rows each, are numbered from begin(i) / R + i on. There is room for them before those of the
+// next part: ceil(n / R) <= (begin + n) / R - begin / R + 1. So nothing needs to be summed up beforehand: a CTA bisects
+// for its part, and a number that the part has no tile for is left out. Offsets and lengths are clamped to the arrays.
+#pragma once
+#include "dtypes.cuh"
+
+constexpr bool VARLEN = cfg::PACKED || cfg::GAPS;
+constexpr int SEQUENCE_PARTS = cfg::GAPS ? 2 : 1;
+
+// A kernel's arguments as they are, or with VARLEN a copy, in which lengths and places are those of a sequence.
+template <bool> struct Own {
+  Params p;
+  __device__ __forceinline__ explicit Own(const Params& all) : p(all) {}
+};
+template <> struct Own<false> {
+  const Params& p;
+  __device__ __forceinline__ explicit Own(const Params& all) : p(all) {}
+};
+
+// ---- Where a batch's rows are, or the sequence's --------------------------------------------------------------------
+
+// In an array (batch, seqlen, heads, head_dim) of queries, or of keys, with these strides.
+__device__ __forceinline__ i64 q_begin(const Params& p, int batch, const i64 (&stride)[4]) {
+  if constexpr (!VARLEN) return batch * stride[0];
+  return (cfg::PACKED ? 0 : batch * stride[0]) + p.first_q * stride[1];
+}
+__device__ __forceinline__ i64 k_begin(const Params& p, int batch, const i64 (&stride)[4]) {
+  if constexpr (!VARLEN) return batch * stride[0];
+  return (cfg::PACKED ? 0 : batch * stride[0]) + p.first_k * stride[1];
+}
+// In (batch, num_heads_q, seqlen_q), with strides or contiguous.
+__device__ __forceinline__ i64 rows_begin(const Params& p, int batch, int head, const i64 (&stride)[3]) {
+  if constexpr (!VARLEN) return batch * stride[0] + head * stride[1];
+  return (cfg::PACKED ? 0 : batch * stride[0]) + head * stride[1] + p.first_q * stride[2];
+}
+__device__ __forceinline__ i64 rows_begin(const Params& p, int batch, int head) {
+  if constexpr (!VARLEN) return ((i64)batch * p.num_heads_q + head) * p.seqlen_q;
+  return ((cfg::PACKED ? 0 : (i64)batch * p.num_heads_q) + head) * p.rows_q + p.first_q;
+}
+// Of a query tile's flag in `semaphore`.
+__device__ __forceinline__ i64 flag_at(const Params& p, int batch, int head, int m_block) {
+  if constexpr (!VARLEN) return ((i64)batch * p.num_heads_q + head) * p.num_m_blocks + m_block;
+  return rows_begin(p, batch, head) + m_block;
+}
+
+// ---- Parts ----------------------------------------------------------------------------------------------------------
+
+enum Side { BY_QUERIES, BY_KEYS };
+
+template <Side SIDE> struct Parts {
+  const Params& p;
+  __device__ __forceinline__ int rows() const { return SIDE == BY_QUERIES ? p.rows_q : p.rows_k; }  // of a batch
+  __device__ __forceinline__ int count() const { return p.batch * SEQUENCE_PARTS + cfg::PACKED; }
+
+  // Where sequence s begins, among the rows of all batches, and how long it is.
+  __device__ __forceinline__ i64 sequence(int s) const {
+    if (!cfg::PACKED) return (i64)s * rows();
+    const i64 offset = s ? (SIDE == BY_QUERIES ? p.cu_seqlens_q : p.cu_seqlens_k)[s] : 0;
+    return min(max(offset, i64(0)), (i64)rows());
+  }
+  __device__ __forceinline__ int length(int s) const {
+    int length = max(sequence(s + 1) - sequence(s), i64(0));
+    if (cfg::GAPS) {
+      const cfg::Used* used = SIDE == BY_QUERIES ? p.seqused_q : p.seqused_k;
+      length = min(length, SIDE == BY_QUERIES ? p.max_seqlen_q : p.max_seqlen_k);
+      if (used) length = min(max((i64)used[s], i64(0)), (i64)length);
+    }
+    return length;
+  }
+  __device__ __forceinline__ i64 begin(int part) const {
+    if (part == count()) return cfg::PACKED ? (i64)rows() : sequence(p.batch);
+    const int s = part / SEQUENCE_PARTS;
+    return sequence(s) + (part % SEQUENCE_PARTS ? length(s) : 0);
+  }
+};
+
+// Tile `block` of the `blocks` of a sequence, or of what is none, in one of `heads`.
+struct SequenceTile { int batch, head, block, blocks; };
+
+// Makes `own` that of the sequence of tile `number` and says which tile it is; false if there is none. Sequences come one
+// after the other, in each the tiles of a head, or those of all the heads whose keys, in all, are at most HEADS_KEYS.
+template <Side SIDE, int ROWS, int HEADS_KEYS = 0, class Own>
+__device__ __forceinline__ bool find_tile(Own& own, const Params& p, u32 number, int heads, SequenceTile& tile) {
+  const Parts<SIDE> parts = {p};
+  const u32 index = number / heads;
+  int part = 0;
+  for (int end = parts.count(); end - part > 1;) {
+    const int middle = (part + end) / 2;
+    if (parts.begin(middle) / ROWS + middle <= index) part = middle; else end = middle;
+  }
+  const i64 begin = parts.begin(part);
+  const int rows = max(parts.begin(part + 1) - begin, i64(0));
+  const u32 place = number - u32(begin / ROWS + part) * heads, blocks = (rows + i64(ROWS) - 1) / ROWS;
+  if (place >= blocks * heads) return false;
+
+  const int s = min(part / SEQUENCE_PARTS, p.batch - 1), first = begin - (cfg::PACKED ? 0 : (i64)s * parts.rows());
+  const bool exists = part % SEQUENCE_PARTS == 0 && part < p.batch * SEQUENCE_PARTS;
+  const Parts<SIDE == BY_QUERIES ? BY_KEYS : BY_QUERIES> others = {p};
+  const int other_first = exists && cfg::PACKED ? others.sequence(s) : 0, other_rows = exists ? others.length(s) : 0;
+  own.p.first_q = SIDE == BY_QUERIES ? first : other_first;
+  own.p.first_k = SIDE == BY_QUERIES ? other_first : first;
+  own.p.seqlen_q = SIDE == BY_QUERIES ? rows : other_rows;
+  own.p.seqlen_k = SIDE == BY_QUERIES ? other_rows : rows;
+  own.p.no_sequence = !exists;
+
+  const u32 most = HEADS_KEYS / max(own.p.seqlen_k, 1), width = min(max(most, 1u), u32(heads));
+  const u32 section = place / (width * blocks), first_head = section * width;
+  const u32 size = min(width, heads - first_head), in_section = place - first_head * blocks;
+  const u32 block = size == 1 ? in_section : in_section / size, head = first_head + in_section - block * size;
+  tile = {s, int(head), int(block), int(blocks)};
+  return true;
+}
