@@ -138,7 +138,7 @@ bwd_simt(const __grid_constant__ Params params) {
       const bool exists = query < p.seqlen_q;
       const i64 place = rows_begin(p, batch, head, p.lse_stride) + query * p.lse_stride[2];
       origin[x] = lse_origin(exists ? p.lse[place] : HIDDEN);
-      delta[x] = exists ? p.delta[rows_begin(p, batch, head) + query] : 0;
+      delta[x] = exists ? p.delta[rows_begin(p, flat_head(p, batch, head)) + query] : 0;
     }
   };
 

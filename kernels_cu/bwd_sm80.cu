@@ -99,7 +99,7 @@ bwd_sm80(const __grid_constant__ Params params) {
     p.q + q_begin(p, batch, p.q_stride) + first_head * p.q_stride[2] + first_row * p.q_stride[1],
     p.dout + q_begin(p, batch, p.dout_stride) + first_head * p.dout_stride[2] + first_row * p.dout_stride[1],
     p.lse + rows_begin(p, batch, first_head, p.lse_stride) + first_row * p.lse_stride[2],
-    p.delta + rows_begin(p, batch, first_head) + first_row};
+    p.delta + rows_begin(p, flat_head(p, batch, first_head)) + first_row};
   // Requests it; which one comes then. Its lse and delta are for the threads that requested them to finish.
   auto load_queries = [&](const QueryTile& tile) {
     const int thread = fresh_thread(), row = thread % TILE_M, rows = p.seqlen_q - tile.m_block * TILE_M;
@@ -245,11 +245,11 @@ bwd_sm80(const __grid_constant__ Params params) {
     QueryGradient dq;
     multiply_ds_k(dq, block_at<TILE_M>(lane_address<TILE_M, COLS_FIRST>(smem.pt[tile.slot], 0, lane), 0, dq_row),
                   first_block<TILE_D>(smem.k, dq_part, lane), dq_part);
-    const int head = first_head + tile.group_head;
+    const i64 head = flat_head(p, batch, first_head) + tile.group_head;
     const int m0 = tile.m_block * TILE_M, rows = p.seqlen_q - m0, row_stride = RAGGED_D ? p.head_dim : TILE_D;
-    float* dst = p.dq_accum + (rows_begin(p, batch, head) + m0) * row_stride;  // the tile
+    float* dst = p.dq_accum + (rows_begin(p, head) + m0) * row_stride;  // the tile
     float* warp_dst = dst + dq_row * row_stride + dq_part * BLOCK;    // this warp's part of it
-    int* turn = p.semaphore + flag_at(p, batch, head, tile.m_block);
+    int* turn = p.semaphore + flag_at(p, head, tile.m_block);
     if (cfg::DETERMINISTIC) {
       const int before = (kv_range(p, m0).end - 1 - n_block) * WARPS;
       if (lane == 0) while (ld_acquire(turn) < before) {}

@@ -193,7 +193,7 @@ fwd_simt(const __grid_constant__ Params params) {
     const Element sum = simt::row_sum(row_sum[i]);
     inverse[i] = inverse_sum(sum) * kept_scale(p);
     if (p.lse && thread_col == 0 && q_idx(i) < p.seqlen_q) {
-      p.lse[rows_begin(p, batch, head) + q_idx(i)] = log_sum_exp(row_max[i], sum);
+      p.lse[rows_begin(p, flat_head(p, batch, head)) + q_idx(i)] = log_sum_exp(row_max[i], sum);
     }
   }
   const auto o = simt::matrix(p.o, p.o_stride, q_begin(p, batch, p.o_stride), head, p.seqlen_q, p.head_dim_v);

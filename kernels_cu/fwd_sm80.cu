@@ -424,7 +424,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_CTAS) fwd_sm80(con
     inverse *= kept_scale(p);
     const int row = done.m0 + lane_row(same_thread, r);
     if (p.lse && same_lane % 4 == 0 && row < p.seqlen_q) {
-      p.lse[rows_begin(p, done.batch, done.head) + row] = lse;
+      p.lse[rows_begin(p, flat_head(p, done.batch, done.head)) + row] = lse;
     }
 #pragma unroll
     for (int i = 0; i < DV_BLOCKS * 4; i++) o_rmem[r / 2][i / 2][r % 2 * 2 + i % 2] *= inverse;

@@ -38,19 +38,21 @@ __device__ __forceinline__ i64 k_begin(const Params& p, int batch, const i64 (&s
   if constexpr (!VARLEN) return batch * stride[0];
   return (cfg::PACKED ? 0 : batch * stride[0]) + p.first_k * stride[1];
 }
-// In (batch, num_heads_q, seqlen_q), with strides or contiguous.
+// In an array (batch, num_heads_q, seqlen_q), of a head; with strides, or contiguous, of one counted through all batches.
 __device__ __forceinline__ i64 rows_begin(const Params& p, int batch, int head, const i64 (&stride)[3]) {
   if constexpr (!VARLEN) return batch * stride[0] + head * stride[1];
   return (cfg::PACKED ? 0 : batch * stride[0]) + head * stride[1] + p.first_q * stride[2];
 }
-__device__ __forceinline__ i64 rows_begin(const Params& p, int batch, int head) {
-  if constexpr (!VARLEN) return ((i64)batch * p.num_heads_q + head) * p.seqlen_q;
-  return ((cfg::PACKED ? 0 : (i64)batch * p.num_heads_q) + head) * p.rows_q + p.first_q;
+__device__ __forceinline__ i64 flat_head(const Params& p, int batch, int head) {
+  return (cfg::PACKED ? 0 : (i64)batch * p.num_heads_q) + head;
 }
-// Of a query tile's flag in `semaphore`.
-__device__ __forceinline__ i64 flag_at(const Params& p, int batch, int head, int m_block) {
-  if constexpr (!VARLEN) return ((i64)batch * p.num_heads_q + head) * p.num_m_blocks + m_block;
-  return rows_begin(p, batch, head) + m_block;
+__device__ __forceinline__ i64 rows_begin(const Params& p, i64 flat_head) {
+  if constexpr (!VARLEN) return flat_head * p.seqlen_q;
+  return flat_head * p.rows_q + p.first_q;
+}
+// Where its query tile has a flag in `semaphore`.
+__device__ __forceinline__ i64 flag_at(const Params& p, i64 flat_head, int m_block) {
+  return (VARLEN ? rows_begin(p, flat_head) : flat_head * p.num_m_blocks) + m_block;
 }
 
 // ---- Parts ----------------------------------------------------------------------------------------------------------
@@ -65,15 +67,16 @@ template <Side SIDE> struct Parts {
   // Where sequence s begins, among the rows of all batches, and how long it is.
   __device__ __forceinline__ i64 sequence(int s) const {
     if (!cfg::PACKED) return (i64)s * rows();
-    const i64 offset = s ? (SIDE == BY_QUERIES ? p.cu_seqlens_q : p.cu_seqlens_k)[s] : 0;
+    if (s == 0) return 0;
+    const i64 offset = SIDE == BY_QUERIES ? (i64)p.cu_seqlens_q[s] : (i64)p.cu_seqlens_k[s];
     return min(max(offset, i64(0)), (i64)rows());
   }
   __device__ __forceinline__ int length(int s) const {
     int length = max(sequence(s + 1) - sequence(s), i64(0));
     if (cfg::GAPS) {
-      const cfg::Used* used = SIDE == BY_QUERIES ? p.seqused_q : p.seqused_k;
       length = min(length, SIDE == BY_QUERIES ? p.max_seqlen_q : p.max_seqlen_k);
-      if (used) length = min(max((i64)used[s], i64(0)), (i64)length);
+      const bool told = SIDE == BY_QUERIES ? p.seqused_q != nullptr : p.seqused_k != nullptr;
+      if (told) length = min(max(SIDE == BY_QUERIES ? (i64)p.seqused_q[s] : (i64)p.seqused_k[s], i64(0)), (i64)length);
     }
     return length;
   }

@@ -163,8 +163,8 @@ class _Stack:
     """Some batches and kv heads, taken together. Rows are stacked (batches, kv heads, rows, head_dim), where the rows
     of a tile of queries are those of each query head of the group in turn."""
 
-    def __init__(self, batches: slice, heads: slice, group: int, tile_m: int, real, sizes: Sizes, on, batch):
-        self.numbers = batches if batch is None else slice(batch, batch + 1)
+    def __init__(self, batches: slice, heads: slice, group: int, tile_m: int, real, sizes: Sizes, on, number):
+        self.numbers = batches if number is None else slice(number, number + 1)
         self.group, self.tile_m, self.real = group, tile_m, real
         self.batches, self.kv_heads = batches, heads
         self.q_heads = slice(heads.start * group, heads.stop * group)
@@ -255,7 +255,7 @@ class _Stack:
         return rows.reshape(batches, heads // self.group, self.group * seqlen, width)
 
 
-def _stacks(q, k, on: dict[str, object], batch: int | None) -> Iterator[_Stack]:
+def _stacks(q, k, on: dict[str, object], number: int | None) -> Iterator[_Stack]:
     """Cut the problem into stacks whose tiles fit the cache together. None if there is nothing to compute."""
     batch, seqlen_q, heads_q, _ = q.shape
     seqlen_k, heads_kv = k.shape[1:3]
@@ -267,7 +267,7 @@ def _stacks(q, k, on: dict[str, object], batch: int | None) -> Iterator[_Stack]:
     batches = max(1, _STACK_SCORES // (scores * heads)) if heads == heads_kv else 1
     for b in _tiles(batch, batches):
         for h in _tiles(heads_kv, heads):
-            yield _Stack(b, h, group, tile_m, _real(q), sizes, on, batch)
+            yield _Stack(b, h, group, tile_m, _real(q), sizes, on, number)
 
 
 def _tiles(end: int, size: int, begin: int = 0) -> Iterator[slice]:

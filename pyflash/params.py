@@ -101,10 +101,10 @@ _CONVERT = (
 
 # Where and how long sequences are (sequences.cuh), behind everything else.
 _SEQUENCES = (
-    Field("cu_seqlens_q", "pointer", "const cfg::Offset*", "(batch + 1), where each sequence's queries begin; PACKED"),
-    Field("cu_seqlens_k", "pointer", "const cfg::Offset*", "(batch + 1), and its keys"),
-    Field("seqused_q", "pointer", "const cfg::Used*", "(batch), how many of its queries exist; null: all; GAPS"),
-    Field("seqused_k", "pointer", "const cfg::Used*", "(batch), and of its keys"),
+    Field("cu_seqlens_q", "pointer", "const cfg::CuSeqlensQ*", "(batch + 1), where its queries begin; PACKED"),
+    Field("cu_seqlens_k", "pointer", "const cfg::CuSeqlensK*", "(batch + 1), and its keys"),
+    Field("seqused_q", "pointer", "const cfg::SeqUsedQ*", "(batch), how many of its queries exist; null: all; GAPS"),
+    Field("seqused_k", "pointer", "const cfg::SeqUsedK*", "(batch), and of its keys"),
     *(
         Field(name, "i32", "int", note)
         for name, note in (

@@ -259,14 +259,12 @@ class _Checker:
         if takes := feature.shape_error(tensor.shape, sizes):
             self.fail(feature.name, f"shape {tensor.shape}", takes)
 
-    def integers(self, name: str, size: int, layout: str, like: str) -> None:
+    def integers(self, name: str, size: int, layout: str) -> None:
         """What says where or how long sequences are."""
         self.rank(name, 1, layout)
         tensor = self.tensors[name]
         if tensor.dtype not in sequences.DTYPES:
             self.fail(name, f"dtype {tensor.dtype}", " or ".join(sequences.DTYPES), TypeError)
-        if like in self.tensors:
-            self.same_dtype(name, self.tensors[like].dtype, f", as {like}")
         self.shape(name, (size,), layout)
         if tensor.strides != (1,) and size > 1:
             self.fail(name, f"strides {tensor.strides}", "an array without gaps")
@@ -278,12 +276,12 @@ class _Checker:
         if not offsets.shape[0]:
             self.fail("cu_seqlens_q", "shape (0,)", f"{layout}, of which the first is 0")
         for name in sequences.OFFSETS:
-            self.integers(name, offsets.shape[0], layout, "cu_seqlens_q")
+            self.integers(name, offsets.shape[0], layout)
         return offsets.shape[0] - 1
 
     def lengths(self, batch: int) -> None:
         for name in self.tensors.keys() & set(sequences.USED):
-            self.integers(name, batch, "(batch,)", "seqused_q")
+            self.integers(name, batch, "(batch,)")
 
     def shape(self, name: str, shape: tuple[int, ...], layout: str) -> None:
         if self.tensors[name].shape != shape:

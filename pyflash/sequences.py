@@ -62,8 +62,14 @@ def longest(hosts: Mapping[str, np.ndarray], side: str) -> int | None:
     return int(np.diff(offsets.astype(np.int64)).max(initial=0))
 
 
-def check(hosts: Mapping[str, np.ndarray], rows: Mapping[str, int], given: Mapping[str, int | None], call: object):
-    """Raise if arrays of the host say what cannot be. `rows` are those of a batch of the arrays, by side, and `given`
+def check(
+    hosts: Mapping[str, np.ndarray],
+    packed: bool,
+    rows: Mapping[str, int],
+    bounds: Mapping[str, int | None],
+    call: object,
+) -> None:
+    """Raise if arrays of the host say what cannot be. `rows` are those of a batch of the arrays, by side, and `bounds`
     what the caller said of the longest sequences; shapes are checked already."""
 
     def fail(name: str, got: str, takes: str):
@@ -77,21 +83,21 @@ def check(hosts: Mapping[str, np.ndarray], rows: Mapping[str, int], given: Mappi
             s = int(falls[0])
             fail(name, f"{offsets[s + 1]} after {offsets[s]}, at {s + 1}", "offsets that do not decrease")
         if offsets[-1] != total:
-            whose = "q" if name[-1] == "q" else "k"
-            fail(name, f"{offsets[-1]} as the last offset", f"{total}, the number of rows of {whose}")
-        most, bound = longest(hosts, name[-1]), given[name[-1]]
+            fail(name, f"{offsets[-1]} as the last offset", f"{total}, the tokens of {name[-1]}")
+        most, bound = longest(hosts, name[-1]), bounds[name[-1]]
         if bound is not None and bound < most:
             fail(f"max_seqlen_{name[-1]}", str(bound), f"None or at least {most}, the longest sequence")
     for name in (name for name in USED if name in hosts):
         used, side = hosts[name].astype(np.int64), name[-1]
         offsets = hosts.get(f"cu_seqlens_{side}")
-        packed_elsewhere = offsets is None and given.get("packed")
-        lengths = rows[side] if offsets is None else np.diff(offsets.astype(np.int64))
-        wrong = np.flatnonzero((used < 0) | (used > (MOST if packed_elsewhere else lengths)))
+        if offsets is not None:
+            lengths = np.diff(offsets.astype(np.int64))
+        else:  # the offsets may be the GPU's
+            lengths = np.full(used.shape, MOST if packed else rows[side])
+        wrong = np.flatnonzero((used < 0) | (used > lengths))
         if wrong.size:
             s = int(wrong[0])
-            takes = f"0 to {np.broadcast_to(lengths, used.shape)[s]}, the length of the sequence"
-            fail(name, f"{used[s]} at {s}", "0 or more" if packed_elsewhere else takes)
+            fail(name, f"{used[s]} at {s}", f"0 to {lengths[s]}, the length of the sequence")
 
 
 class Sequence(NamedTuple):

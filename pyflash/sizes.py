@@ -32,12 +32,11 @@ def of(problem: Problem, tile_m: int, tile_n: int, by_sequence: bool) -> dict[st
 def config(problem: Problem) -> dict[str, object]:
     """Of a kernel that works by sequences."""
     tensors = dict(problem.tensors)
-
-    def element(names: tuple[str, ...]) -> str:
-        return next((sequences.DTYPES[tensors[name].dtype] for name in names if name in tensors), "int")
-
-    offset, used = element(sequences.OFFSETS), element(sequences.USED)
-    return {"PACKED": problem.packed, "GAPS": problem.gaps, "Offset": offset, "Used": used}
+    types = {
+        kernels: sequences.DTYPES[tensors[name].dtype if name in tensors else "int32"]
+        for name, kernels in zip(sequences.ARRAYS, ("CuSeqlensQ", "CuSeqlensK", "SeqUsedQ", "SeqUsedK"), strict=True)
+    }
+    return {"PACKED": problem.packed, "GAPS": problem.gaps, **types}
 
 
 def num_flags(problem: Problem, tile_m: int) -> int:

@@ -26,8 +26,8 @@ _RANDOM_ORDERS = 2
 def assert_attention(
     out, lse, q, k, v, *, softmax_scale: float | None = None, batch: int | None = None, expected=None, **options
 ) -> None:
-    """Check what a forward call returned. `lse` may be None. Arrays are NumPy's. Of a sequence that is number `batch` of
-    a call, the caller says what is `expected`."""
+    """Check what a forward call returned. `lse` may be None. Arrays are NumPy's. Of a sequence, number `batch` of a
+    call, the caller says what is `expected`."""
     if expected is None:
         expected = reference.attention(q, k, v, softmax_scale=softmax_scale, **options)
     expected, expected_lse = expected
@@ -43,8 +43,7 @@ def assert_gradients(
     gradients, dout, q, k, v, *, dlse=None, softmax_scale: float | None = None, differentiated=(),
     batch: int | None = None, expected=None, **options,
 ) -> None:  # fmt: skip
-    """Check the dq, dk, dv and the gradients of the features `differentiated` that a backward call returned. `batch` and
-    `expected` as above."""
+    """Check the dq, dk, dv and the gradients of the features `differentiated` that a backward call returned."""
     if expected is None:
         returns = {f"return_d{name}": True for name in differentiated}
         call = {"dlse": dlse, "softmax_scale": softmax_scale, **returns, **options}
@@ -174,8 +173,10 @@ class Terms:
 
     def of_bias(self, ds, keys):
         """What is added up to be the gradient of the bias."""
-        part = self.whole.of(np.zeros(np.shape(self.on.get("bias", 0)))).shape
-        return reference.summed_to(part, ds[..., np.argsort(keys)])
+        shape = np.shape(self.on.get("bias", 0))
+        if self.batch is not None:
+            shape = self.whole.of(np.zeros(shape)).shape
+        return reference.summed_to(shape, ds[..., np.argsort(keys)])
 
 
 class Ordinary:

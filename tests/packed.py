@@ -103,8 +103,8 @@ class Packed:
         rights = self._split(right[0], 0)[0], self._split(right[1], 0, 2)[0]
         for s in range(self.batch):
             q, k, v = (parts[s] for parts in inputs)
-            expected = rights[0][s], rights[1][s]
-            assert_attention(outs[s], None if lse is None else lses[s], q, k, v, batch=s, expected=expected, **self.whole.call)
+            call = {"batch": s, "expected": (rights[0][s], rights[1][s]), **self.whole.call}
+            assert_attention(outs[s], None if lse is None else lses[s], q, k, v, **call)
 
     def check_backward(self, arrays: dict[str, np.ndarray], gradients: dict[str, np.ndarray]) -> None:
         right = self.reference_backward(arrays)

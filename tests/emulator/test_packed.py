@@ -29,9 +29,9 @@ def kernel_of(family: str, direction: str) -> str:
 
 def taken(family: str, which: Packed, turn: int) -> Packed:
     """In a dtype of the family's."""
-    dtypes = KERNELS[kernel_of(family, "forward")].dtypes
-    case = which.case if which.case.dtype in dtypes else dataclasses.replace(which.case, dtype=dtypes[turn % len(dtypes)])
-    return dataclasses.replace(which, case=case)
+    dtypes, case = KERNELS[kernel_of(family, "forward")].dtypes, which.case
+    dtype = case.dtype if case.dtype in dtypes else dtypes[turn % len(dtypes)]
+    return dataclasses.replace(which, case=dataclasses.replace(case, dtype=dtype))
 
 
 def inputs(which: Packed, direction: str) -> dict[str, np.ndarray]:
@@ -77,9 +77,10 @@ def built_ahead(request):
     for item in request.session.items:
         found = item.callspec.params if hasattr(item, "callspec") and item.fspath == request.fspath else {}
         if "name" in found:
+            family, direction, name = (found[key] for key in ("family", "direction", "name"))
+            which = taken(family, PACKED[name], list(PACKED).index(name))
             with contextlib.suppress(Unsupported):
-                which = taken(found["family"], PACKED[found["name"]], list(PACKED).index(found["name"]))
-                launches += plan_of(found["family"], found["direction"], which, inputs(which, found["direction"])).launches
+                launches += plan_of(family, direction, which, inputs(which, direction)).launches
     plans.build(launches)
 
 

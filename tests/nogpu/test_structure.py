@@ -24,6 +24,7 @@ RANKS = {
     **dict.fromkeys(("compile", "tma"), 5),
     **dict.fromkeys(("launch", "arrays", "torch"), 6),
     "api": 7,
+    "packed": 7.5,
     "__init__": 8,
     **dict.fromkeys(("jax", "flash_attn", "plots", "bench"), 9),
     "commands": 10,
