@@ -87,11 +87,30 @@ template <Side SIDE> struct Parts {
   }
 };
 
-// Tile `block` of the `blocks` of a sequence, or of what is none, in one of `heads`.
-struct SequenceTile { int batch, head, block, blocks; };
+// Makes the lengths and places in `own` those of a part. Returns the number of its sequence, or one that exists.
+template <Side SIDE, class Own> __device__ __forceinline__ int enter_part(Own& own, const Params& p, int part) {
+  const Parts<SIDE> parts = {p};
+  const Parts<SIDE == BY_QUERIES ? BY_KEYS : BY_QUERIES> others = {p};
+  const int s = min(part / SEQUENCE_PARTS, p.batch - 1);
+  const bool exists = part % SEQUENCE_PARTS == 0 && part < p.batch * SEQUENCE_PARTS;
+  const i64 begin = parts.begin(part);
+  const int first = begin - (cfg::PACKED ? 0 : (i64)s * parts.rows());
+  const int rows = max(parts.begin(part + 1) - begin, i64(0));
+  const int other_first = exists && cfg::PACKED ? others.sequence(s) : 0, other_rows = exists ? others.length(s) : 0;
+  own.p.first_q = SIDE == BY_QUERIES ? first : other_first;
+  own.p.first_k = SIDE == BY_QUERIES ? other_first : first;
+  own.p.seqlen_q = SIDE == BY_QUERIES ? rows : other_rows;
+  own.p.seqlen_k = SIDE == BY_QUERIES ? other_rows : rows;
+  own.p.no_sequence = !exists;
+  return s;
+}
 
-// Makes `own` that of the sequence of tile `number` and says which tile it is; false if there is none. Sequences come one
-// after the other, in each the tiles of a head, or those of all the heads whose keys, in all, are at most HEADS_KEYS.
+// Tile `block` of the `blocks` of a part, in one of the heads. `batch` is the number of its sequence.
+struct SequenceTile { int batch, head, block, blocks, part; };
+
+// Makes `own` that of the part which has tile `number`, and says which of its tiles that is; false if there is none.
+// Parts come one after the other, in each the tiles of a head, or those of all the heads whose keys together are at most
+// HEADS_KEYS.
 template <Side SIDE, int ROWS, int HEADS_KEYS = 0, class Own>
 __device__ __forceinline__ bool find_tile(Own& own, const Params& p, u32 number, int heads, SequenceTile& tile) {
   const Parts<SIDE> parts = {p};
@@ -101,25 +120,13 @@ __device__ __forceinline__ bool find_tile(Own& own, const Params& p, u32 number,
     const int middle = (part + end) / 2;
     if (parts.begin(middle) / ROWS + middle <= index) part = middle; else end = middle;
   }
-  const i64 begin = parts.begin(part);
-  const int rows = max(parts.begin(part + 1) - begin, i64(0));
-  const u32 place = number - u32(begin / ROWS + part) * heads, blocks = (rows + i64(ROWS) - 1) / ROWS;
+  const int batch = enter_part<SIDE>(own, p, part), rows = SIDE == BY_QUERIES ? own.p.seqlen_q : own.p.seqlen_k;
+  const u32 place = number - u32(parts.begin(part) / ROWS + part) * heads, blocks = (rows + i64(ROWS) - 1) / ROWS;
   if (place >= blocks * heads) return false;
-
-  const int s = min(part / SEQUENCE_PARTS, p.batch - 1), first = begin - (cfg::PACKED ? 0 : (i64)s * parts.rows());
-  const bool exists = part % SEQUENCE_PARTS == 0 && part < p.batch * SEQUENCE_PARTS;
-  const Parts<SIDE == BY_QUERIES ? BY_KEYS : BY_QUERIES> others = {p};
-  const int other_first = exists && cfg::PACKED ? others.sequence(s) : 0, other_rows = exists ? others.length(s) : 0;
-  own.p.first_q = SIDE == BY_QUERIES ? first : other_first;
-  own.p.first_k = SIDE == BY_QUERIES ? other_first : first;
-  own.p.seqlen_q = SIDE == BY_QUERIES ? rows : other_rows;
-  own.p.seqlen_k = SIDE == BY_QUERIES ? other_rows : rows;
-  own.p.no_sequence = !exists;
-
-  const u32 most = HEADS_KEYS / max(own.p.seqlen_k, 1), width = min(max(most, 1u), u32(heads));
+  const u32 together = max(HEADS_KEYS / max(own.p.seqlen_k, 1) * p.qheads_per_kv, 1), width = min(together, u32(heads));
   const u32 section = place / (width * blocks), first_head = section * width;
   const u32 size = min(width, heads - first_head), in_section = place - first_head * blocks;
   const u32 block = size == 1 ? in_section : in_section / size, head = first_head + in_section - block * size;
-  tile = {s, int(head), int(block), int(blocks)};
+  tile = {batch, int(head), int(block), int(blocks), part};
   return true;
 }

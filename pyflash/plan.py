@@ -86,7 +86,7 @@ def _rows(problem: Problem, kernel: Kernel, device: Device) -> Iterator[Row]:
             max(dims) <= row.head_dim
             and row.causal in (None, problem.banded)
             and row.itemsize in (None, problem.dtype.itemsize)
-            and row.min_seqlen_q <= problem.seqlen_q
+            and row.min_seqlen_q <= problem.usual_seqlen_q
             and row.min_smem <= device.smem_bytes
             and kernel.smem_bytes(row, *dims, problem.dtype.itemsize) <= device.smem_bytes
         ):
@@ -117,6 +117,8 @@ def _obstacle(problem: Problem, device: Device, name: str) -> str | None:
         return "not written yet"
     if problem.dtype.name not in kernel.dtypes:
         return f"takes {' and '.join(kernel.dtypes)}"
+    if problem.varlen and name == "bwd_sm90":
+        return "does not take sequences of their own lengths"
     if untaken := [feature for feature in problem.on if name not in features.BY_NAME[feature].kernels]:
         return f"does not take {' and '.join(untaken)}"
     if kernel.only_capability not in (None, device.capability):
@@ -338,6 +340,10 @@ def _tilings(problem: Problem, device: Device) -> Iterator[_Tiling]:
 def _tiling(problem: Problem, device: Device) -> _Tiling:
     """The first, unless another promises to be clearly faster."""
     tilings = list(_tilings(problem, device))
+    if problem.varlen:
+        row = tilings[0].row
+        tiles = problem.tiles_per_head(problem.rows_q, problem.seqlen_q, row.tile_m) * problem.num_heads_q
+        return _Tiling(row, 1, _cdiv(problem.seqlen_q, row.tile_m), tiles, 1, 0)
     fastest = min(tilings, key=lambda tiling: tiling.seconds)
     return tilings[0] if tilings[0].seconds <= 1.1 * fastest.seconds else fastest
 
@@ -360,6 +366,7 @@ def _combine(problem: Problem, device: Device, splits: int) -> Launch:
 def _forward_sm90(problem: Problem, device: Device, notes: tuple[str, ...]) -> Plan:
     tensors, tiling = dict(problem.tensors), _tiling(problem, device)
     row, pack, splits, split = tiling.row, tiling.pack, tiling.splits, tiling.splits > 1
+    dynamic = dict(row.knobs)["DYNAMIC"] or problem.varlen
     if tiling.tiles + device.sm_count > _MAX_GRID:
         raise Unsupported(f"fwd_sm90 would have {tiling.tiles} output tiles for {problem}; it counts to {_MAX_GRID}")
     if pack > 1:
@@ -377,9 +384,9 @@ def _forward_sm90(problem: Problem, device: Device, notes: tuple[str, ...]) -> P
         device,
         "fwd_sm90",
         arrays,
-        pointers + ("tile_counter",) * dict(row.knobs)["DYNAMIC"],
+        pointers + ("tile_counter",) * dynamic,
         lambda n: min(device.sm_count, tiling.tiles),
-        {"PACK": pack, "SPLIT": split, "Output": "float" if split else problem.dtype.element},
+        {"PACK": pack, "SPLIT": split, "Output": "float" if split else problem.dtype.element, "DYNAMIC": dynamic},
         {
             **values,
             "num_m_blocks": tiling.num_m_blocks,

@@ -128,6 +128,11 @@ class Problem:
         return dict(self.tensors)["k"].shape[1]
 
     @property
+    def usual_seqlen_q(self) -> int:
+        """For which tiles are chosen: that of sequences, by which most time is taken where lengths differ."""
+        return min(self.seqlen_q, 2 * self.rows_q // max(self.batch, 1)) if self.packed else self.seqlen_q
+
+    @property
     def num_rows(self) -> int:
         """Of softmax: queries of all heads."""
         return self.arrays_batch * self.num_heads_q * self.rows_q

@@ -9,11 +9,9 @@ import numpy as np
 import plans
 import pytest
 from cases import CAUSAL, Case
-from hypothesis import HealthCheck, given, settings
-from packed import PACKED, Packed, packed
+from packed import PACKED, Packed
 from problems import device_of
 
-from pyflash import features
 from pyflash.errors import Unsupported
 from pyflash.plan import Plan
 from pyflash.plan import plan as plan_launches
@@ -103,24 +101,6 @@ def test_packed(family, direction, name):
     again = run(plan, arrays, which, seed=turn + 1, resident=1 if direction == "backward" else 2)
     for key, result in first.items():
         assert key == "dbias" or result.tobytes() == again[key].tobytes(), key
-
-
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=5, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
-@given(which=packed())
-def test_any_packed(family, direction, which):
-    which = taken(family, which, which.case.seed)
-    kernels = KERNELS[kernel_of(family, "forward")], kernel_of(family, direction)
-    options = tuple(o for o in which.case.options if kernels[1] in features.BY_NAME[o[0]].kernels)
-    which = dataclasses.replace(which, case=dataclasses.replace(which.case, options=options))
-    arrays = inputs(which, direction)
-    try:
-        plan = plan_of(family, direction, which, arrays)
-    except Unsupported:
-        assert family == "sm90"
-        return
-    check(which, arrays, run(plan, arrays, which, seed=which.case.seed))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
