@@ -53,6 +53,15 @@ def plan_of(family: str, direction: str, which: Packed, arrays: dict[str, np.nda
     return plan_launches(problem, DEVICE, (family,))
 
 
+def plan_or_skip(family: str, *call, **options) -> Plan:
+    try:
+        return plan_of(family, *call, **options)
+    except Unsupported as reason:
+        if family != "sm90":
+            raise
+        pytest.skip(str(reason))
+
+
 def check(which: Packed, arrays: dict[str, np.ndarray], results: dict[str, np.ndarray]) -> None:
     if "dout" in arrays:
         which.check_backward(arrays, results)
@@ -89,12 +98,7 @@ def test_packed(family, direction, name):
     turn = list(PACKED).index(name)
     which = taken(family, PACKED[name], turn)
     arrays = inputs(which, direction)
-    try:
-        plan = plan_of(family, direction, which, arrays)
-    except Unsupported as reason:
-        if family != "sm90":
-            raise
-        pytest.skip(str(reason))
+    plan = plan_or_skip(family, direction, which, arrays)
     first = run(plan, arrays, which, seed=turn)
     check(which, arrays, first)
     # Atomic additions come in one order only if CTAs run one after the other.
@@ -107,7 +111,7 @@ def test_packed(family, direction, name):
 def test_deterministic_gradients(family):
     which = taken(family, Packed((150, 7, 70), (200, 9, 130), Case(heads_q=4, options=CAUSAL), room=(0, 5)), 0)
     arrays = inputs(which, "backward")
-    plan = plan_of(family, "backward", which, arrays, deterministic=True)
+    plan = plan_or_skip(family, "backward", which, arrays, deterministic=True)
     first, *others = (run(plan, arrays, which, seed=seed, resident=3) for seed in range(3))
     check(which, arrays, first)
     for other in others:
@@ -133,7 +137,7 @@ def test_offsets_that_lie_touch_nothing_else(family, direction, lie):
     arrays = inputs(which, direction)
     for side in "qk":
         arrays[f"cu_seqlens_{side}"] = np.array(LIES[lie], "int32")
-    plan = plan_of(family, direction, which, arrays)
+    plan = plan_or_skip(family, direction, which, arrays)
     results = run(plan, arrays, which, seed=2)
     if lie == "short of the end":
         for name, result in results.items():
