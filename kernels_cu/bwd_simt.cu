@@ -57,22 +57,31 @@ constexpr bool SUM_BY_TILE =
     ROWS * (GRADIENT_COLS + simt::larger(COLS_A, COLS_B)) * sizeof(Element) <= 160 * sizeof(float);
 
 extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS)
-bwd_simt(const __grid_constant__ Params p) {
+bwd_simt(const __grid_constant__ Params params) {
   extern __shared__ __align__(16) unsigned char smem_bytes[];
   Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
 
   // The tiles of a head are neighbours in the grid, so what streams stays in L2; the longest causal walks go first.
-  const int num_blocks = cfg::PHASE_DQ ? p.num_m_blocks : p.num_n_blocks;
+  Own<VARLEN> own(params);
+  const Params& p = own.p;
   const int num_heads = cfg::PHASE_DQ ? p.num_heads_q : p.num_heads_kv;
-  const int index = blockIdx.x % num_blocks, block = cfg::PHASE_DQ ? num_blocks - 1 - index : index;
-  const int own_head = blockIdx.x / num_blocks % num_heads, batch = blockIdx.x / num_blocks / num_heads;
+  SequenceTile tile;
+  if constexpr (VARLEN) {
+    if (!find_tile<cfg::PHASE_DQ ? BY_QUERIES : BY_KEYS, OWN>(own, params, blockIdx.x, num_heads, tile)) return;
+  } else {
+    const int num_blocks = cfg::PHASE_DQ ? p.num_m_blocks : p.num_n_blocks;
+    tile = {int(blockIdx.x / num_blocks / num_heads), int(blockIdx.x / num_blocks % num_heads),
+            int(blockIdx.x % num_blocks), num_blocks};
+  }
+  const int block = cfg::PHASE_DQ ? tile.blocks - 1 - tile.block : tile.block;
+  const int own_head = tile.head, batch = tile.batch;
   const int own0 = block * OWN, thread_row = simt::thread_row(), thread_col = simt::thread_col();
 
-  const auto q = [&](int head) { return simt::matrix(p.q, p.q_stride, batch, head, p.seqlen_q, p.head_dim); };
-  const auto k = [&](int head) { return simt::matrix(p.k, p.k_stride, batch, head, p.seqlen_k, p.head_dim); };
-  const auto v = [&](int head) { return simt::matrix(p.v, p.v_stride, batch, head, p.seqlen_k, p.head_dim_v); };
+  const auto q = [&](int head) { return simt::matrix(p.q, p.q_stride, q_begin(p, batch, p.q_stride), head, p.seqlen_q, p.head_dim); };
+  const auto k = [&](int head) { return simt::matrix(p.k, p.k_stride, k_begin(p, batch, p.k_stride), head, p.seqlen_k, p.head_dim); };
+  const auto v = [&](int head) { return simt::matrix(p.v, p.v_stride, k_begin(p, batch, p.v_stride), head, p.seqlen_k, p.head_dim_v); };
   const auto dout = [&](int head) {
-    return simt::matrix(p.dout, p.dout_stride, batch, head, p.seqlen_q, p.head_dim_v);
+    return simt::matrix(p.dout, p.dout_stride, q_begin(p, batch, p.dout_stride), head, p.seqlen_q, p.head_dim_v);
   };
 
   // What is visited: tiles [begin, end) of one kv head, or of each query head of the group.
@@ -127,9 +136,9 @@ bwd_simt(const __grid_constant__ Params p) {
     for (int x = 0; x < QUERIES; x++) {
       const int query = q_idx(own_row(x), other_row(x));
       const bool exists = query < p.seqlen_q;
-      const i64 place = batch * p.lse_stride[0] + head * p.lse_stride[1] + query * p.lse_stride[2];
+      const i64 place = rows_begin(p, batch, head, p.lse_stride) + query * p.lse_stride[2];
       origin[x] = lse_origin(exists ? p.lse[place] : HIDDEN);
-      delta[x] = exists ? p.delta[((i64)batch * p.num_heads_q + head) * p.seqlen_q + query] : 0;
+      delta[x] = exists ? p.delta[rows_begin(p, flat_head(p, batch, head)) + query] : 0;
     }
   };
 
@@ -240,11 +249,11 @@ bwd_simt(const __grid_constant__ Params p) {
   }
 
   if (cfg::PHASE_DQ) {
-    const auto dq = simt::matrix(p.dq, p.dq_stride, batch, own_head, p.seqlen_q, p.head_dim);
+    const auto dq = simt::matrix(p.dq, p.dq_stride, q_begin(p, batch, p.dq_stride), own_head, p.seqlen_q, p.head_dim);
     simt::store_block<cfg::WIDE_DQ>(dq, da_rmem, [&](int) { return p.softmax_scale; }, own0);
   } else {
-    const auto dk = simt::matrix(p.dk, p.dk_stride, batch, own_head, p.seqlen_k, p.head_dim);
-    const auto dv = simt::matrix(p.dv, p.dv_stride, batch, own_head, p.seqlen_k, p.head_dim_v);
+    const auto dk = simt::matrix(p.dk, p.dk_stride, k_begin(p, batch, p.dk_stride), own_head, p.seqlen_k, p.head_dim);
+    const auto dv = simt::matrix(p.dv, p.dv_stride, k_begin(p, batch, p.dv_stride), own_head, p.seqlen_k, p.head_dim_v);
     simt::store_block<cfg::WIDE_DK>(dk, da_rmem, [&](int) { return p.softmax_scale; }, own0);
     simt::store_block<cfg::WIDE_DV>(dv, dv_rmem, [&](int) { return kept_scale(p); }, own0);
   }

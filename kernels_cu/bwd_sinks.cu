@@ -23,7 +23,8 @@ extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS) bw
     const Real* lse = p.lse + batch * p.lse_stride[0] + head * p.lse_stride[1];
     const Real* delta = p.delta + ((i64)batch * p.num_heads_q + head) * p.seqlen_q;
     for (i64 row = threadIdx.x; row < p.seqlen_q; row += cfg::NUM_THREADS) {
-      sum -= exp2_real(sink - lse_origin(lse[row * p.lse_stride[2]])) * delta[row];
+      const Real prob = exp2_real(sink - lse_origin(lse[row * p.lse_stride[2]]));
+      if (prob != 0) sum -= prob * delta[row];  // else perhaps no sequence's
     }
   }
   sum = warp_sum(sum);

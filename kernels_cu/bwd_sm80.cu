@@ -55,7 +55,7 @@ __device__ __forceinline__ int uniform(int x) { return redux_or(x); }
 struct QueryTile { int group_head, m_block, slot; };
 
 extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS)
-bwd_sm80(const __grid_constant__ Params p) {
+bwd_sm80(const __grid_constant__ Params params) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
   const int thread = threadIdx.x, lane = thread % 32;
@@ -63,9 +63,18 @@ bwd_sm80(const __grid_constant__ Params p) {
   // Key tiles of a head follow each other: they share its queries in L2. Those with most queries come first (causal),
   // but not where they wait for each other's sums: the first to reach a query tile are then the last key tiles that it
   // sees, and a CTA may wait only for smaller blockIdx, which start before it.
-  const u32 head_index = blockIdx.x / u32(p.num_n_blocks), place = blockIdx.x - head_index * p.num_n_blocks;
-  const int n_block = uniform(cfg::DETERMINISTIC ? p.num_n_blocks - 1 - place : place);
-  const int batch = uniform(head_index / u32(p.num_heads_kv)), kv_head = uniform(head_index % u32(p.num_heads_kv));
+  Own<VARLEN> own(params);
+  const Params& p = own.p;
+  SequenceTile key_tile;
+  if constexpr (VARLEN) {
+    if (!find_tile<BY_KEYS, TILE_N>(own, params, blockIdx.x, p.num_heads_kv, key_tile)) return;
+  } else {
+    const u32 head_index = blockIdx.x / u32(p.num_n_blocks), place = blockIdx.x - head_index * p.num_n_blocks;
+    key_tile = {int(head_index / u32(p.num_heads_kv)), int(head_index % u32(p.num_heads_kv)), int(place),
+                p.num_n_blocks};
+  }
+  const int n_block = uniform(cfg::DETERMINISTIC ? key_tile.blocks - 1 - key_tile.block : key_tile.block);
+  const int batch = uniform(key_tile.batch), kv_head = uniform(key_tile.head);
   const int n0 = n_block * TILE_N, keys = p.seqlen_k - n0;
   const TileRange range = q_range(p, n0);
   const int tiles = (range.end - range.begin) * p.qheads_per_kv;
@@ -87,10 +96,10 @@ bwd_sm80(const __grid_constant__ Params p) {
   // Where the next query tile to be requested lies.
   const int first_head = kv_head * p.qheads_per_kv, first_row = range.begin * TILE_M;
   struct { const Element *q, *dout; const float *lse, *delta; } source = {
-    p.q + batch * p.q_stride[0] + first_head * p.q_stride[2] + first_row * p.q_stride[1],
-    p.dout + batch * p.dout_stride[0] + first_head * p.dout_stride[2] + first_row * p.dout_stride[1],
-    p.lse + batch * p.lse_stride[0] + first_head * p.lse_stride[1] + first_row * p.lse_stride[2],
-    p.delta + ((i64)batch * p.num_heads_q + first_head) * p.seqlen_q + first_row};
+    p.q + q_begin(p, batch, p.q_stride) + first_head * p.q_stride[2] + first_row * p.q_stride[1],
+    p.dout + q_begin(p, batch, p.dout_stride) + first_head * p.dout_stride[2] + first_row * p.dout_stride[1],
+    p.lse + rows_begin(p, batch, first_head, p.lse_stride) + first_row * p.lse_stride[2],
+    p.delta + rows_begin(p, flat_head(p, batch, first_head)) + first_row};
   // Requests it; which one comes then. Its lse and delta are for the threads that requested them to finish.
   auto load_queries = [&](const QueryTile& tile) {
     const int thread = fresh_thread(), row = thread % TILE_M, rows = p.seqlen_q - tile.m_block * TILE_M;
@@ -109,7 +118,7 @@ bwd_sm80(const __grid_constant__ Params p) {
     source.q += heads * p.q_stride[2] + rows_on * p.q_stride[1];
     source.dout += heads * p.dout_stride[2] + rows_on * p.dout_stride[1];
     source.lse += heads * p.lse_stride[1] + rows_on * p.lse_stride[2];
-    source.delta += heads * (i64)p.seqlen_q + rows_on;
+    source.delta += heads * (i64)(VARLEN ? p.rows_q : p.seqlen_q) + rows_on;
   };
   // lse as origins of exponents. A query that does not exist sees no key.
   auto finish_rows = [&](const QueryTile& tile) {
@@ -118,9 +127,9 @@ bwd_sm80(const __grid_constant__ Params p) {
     lse = lse_origin(tile.m_block * TILE_M + thread < p.seqlen_q ? lse : NEG_INF);
   };
   auto load_kv = [&] {
-    const GmemTile<const Element> k = {p.k + batch * p.k_stride[0] + kv_head * p.k_stride[2] + n0 * p.k_stride[1],
+    const GmemTile<const Element> k = {p.k + k_begin(p, batch, p.k_stride) + kv_head * p.k_stride[2] + n0 * p.k_stride[1],
                                        p.k_stride[1], p.k_stride[3], keys, p.head_dim};
-    const GmemTile<const Element> v = {p.v + batch * p.v_stride[0] + kv_head * p.v_stride[2] + n0 * p.v_stride[1],
+    const GmemTile<const Element> v = {p.v + k_begin(p, batch, p.v_stride) + kv_head * p.v_stride[2] + n0 * p.v_stride[1],
                                        p.v_stride[1], p.v_stride[3], keys, p.head_dim_v};
     load_tile<TILE_N, TILE_D, cfg::WIDE_K, RAGGED_D, true, NUM_THREADS>(smem.k, k, thread);
     load_tile<TILE_N, TILE_DV, cfg::WIDE_V, RAGGED_D, true, NUM_THREADS>(smem.v, v, thread);
@@ -219,7 +228,7 @@ bwd_sm80(const __grid_constant__ Params p) {
       float sum = to_real(dv);
       for (QueryTile tile = {0, range.begin, 0}; d < p.head_dim_v && tile.group_head < p.qheads_per_kv;) {
         const int m0 = tile.m_block * TILE_M;
-        const Element* dout = p.dout + batch * p.dout_stride[0] + (first_head + tile.group_head) * p.dout_stride[2];
+        const Element* dout = p.dout + q_begin(p, batch, p.dout_stride) + (first_head + tile.group_head) * p.dout_stride[2];
         for (int m = m0; hides(tile) && m < min(m0 + TILE_M, p.seqlen_q); m++) {
           const Element x = dout[m * p.dout_stride[1] + d * p.dout_stride[3]];
           if (nonfinite<Element>(x.bits) && visible(p, m, n0 + n, head_of(tile))) sum += to_real(x);
@@ -236,11 +245,11 @@ bwd_sm80(const __grid_constant__ Params p) {
     QueryGradient dq;
     multiply_ds_k(dq, block_at<TILE_M>(lane_address<TILE_M, COLS_FIRST>(smem.pt[tile.slot], 0, lane), 0, dq_row),
                   first_block<TILE_D>(smem.k, dq_part, lane), dq_part);
-    const i64 head = (i64)batch * p.num_heads_q + first_head + tile.group_head;
+    const i64 head = flat_head(p, batch, first_head) + tile.group_head;
     const int m0 = tile.m_block * TILE_M, rows = p.seqlen_q - m0, row_stride = RAGGED_D ? p.head_dim : TILE_D;
-    float* dst = p.dq_accum + (head * p.seqlen_q + m0) * row_stride;  // the tile
+    float* dst = p.dq_accum + (rows_begin(p, head) + m0) * row_stride;  // the tile
     float* warp_dst = dst + dq_row * row_stride + dq_part * BLOCK;    // this warp's part of it
-    int* turn = p.semaphore + head * p.num_m_blocks + tile.m_block;
+    int* turn = p.semaphore + flag_at(p, head, tile.m_block);
     if (cfg::DETERMINISTIC) {
       const int before = (kv_range(p, m0).end - 1 - n_block) * WARPS;
       if (lane == 0) while (ld_acquire(turn) < before) {}
@@ -404,9 +413,9 @@ bwd_sm80(const __grid_constant__ Params p) {
     stage_gradient<TILE_D>(smem.k, dk, p.softmax_scale, key0, other_key0, part, lane);
   }
   __syncthreads();
-  const GmemTile<Element> dk = {p.dk + batch * p.dk_stride[0] + kv_head * p.dk_stride[2] + n0 * p.dk_stride[1],
+  const GmemTile<Element> dk = {p.dk + k_begin(p, batch, p.dk_stride) + kv_head * p.dk_stride[2] + n0 * p.dk_stride[1],
                                 p.dk_stride[1], p.dk_stride[3], keys, p.head_dim};
-  const GmemTile<Element> dv = {p.dv + batch * p.dv_stride[0] + kv_head * p.dv_stride[2] + n0 * p.dv_stride[1],
+  const GmemTile<Element> dv = {p.dv + k_begin(p, batch, p.dv_stride) + kv_head * p.dv_stride[2] + n0 * p.dv_stride[1],
                                 p.dv_stride[1], p.dv_stride[3], keys, p.head_dim_v};
   store_tile<TILE_N, TILE_D, cfg::WIDE_DK, RAGGED_D, NUM_THREADS>(dk, smem.k, thread);
   store_tile<TILE_N, TILE_DV, cfg::WIDE_DV, RAGGED_D, NUM_THREADS>(dv, smem.v, thread);

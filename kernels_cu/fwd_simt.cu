@@ -45,20 +45,27 @@ constexpr int COLS = cfg::TILE_N / simt::THREAD_COLS, COLS_V = cfg::TILE_DV / si
 constexpr bool SUM_BY_TILE = ROWS * COLS_V * sizeof(Element) <= 64 * sizeof(float);
 
 extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS)
-fwd_simt(const __grid_constant__ Params p) {
+fwd_simt(const __grid_constant__ Params params) {
   extern __shared__ __align__(16) unsigned char smem_bytes[];
   Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
 
   // The tiles of a head are neighbours in the grid, so its k and v stay in L2; the longest causal rows go first.
-  const int m_block = p.num_m_blocks - 1 - int(blockIdx.x % p.num_m_blocks);
-  const int head = blockIdx.x / p.num_m_blocks % p.num_heads_q;
-  const int batch = blockIdx.x / p.num_m_blocks / p.num_heads_q;
+  Own<VARLEN> own(params);
+  const Params& p = own.p;
+  SequenceTile tile;
+  if constexpr (VARLEN) {
+    if (!find_tile<BY_QUERIES, cfg::TILE_M>(own, params, blockIdx.x, p.num_heads_q, tile)) return;
+  } else {
+    tile = {int(blockIdx.x / p.num_m_blocks / p.num_heads_q), int(blockIdx.x / p.num_m_blocks % p.num_heads_q),
+            int(blockIdx.x % p.num_m_blocks), p.num_m_blocks};
+  }
+  const int batch = tile.batch, head = tile.head, m_block = tile.blocks - 1 - tile.block;
   const int m0 = m_block * cfg::TILE_M, thread_row = simt::thread_row(), thread_col = simt::thread_col();
 
   const int head_kv = head / p.qheads_per_kv;
-  const auto q = simt::matrix(p.q, p.q_stride, batch, head, p.seqlen_q, p.head_dim);
-  const auto k = simt::matrix(p.k, p.k_stride, batch, head_kv, p.seqlen_k, p.head_dim);
-  const auto v = simt::matrix(p.v, p.v_stride, batch, head_kv, p.seqlen_k, p.head_dim_v);
+  const auto q = simt::matrix(p.q, p.q_stride, q_begin(p, batch, p.q_stride), head, p.seqlen_q, p.head_dim);
+  const auto k = simt::matrix(p.k, p.k_stride, k_begin(p, batch, p.k_stride), head_kv, p.seqlen_k, p.head_dim);
+  const auto v = simt::matrix(p.v, p.v_stride, k_begin(p, batch, p.v_stride), head_kv, p.seqlen_k, p.head_dim_v);
   const TileRange range = kv_range(p, m0);
 
   const auto q_idx = [&](int i) { return m0 + thread_row + i * simt::THREAD_ROWS; };
@@ -186,9 +193,9 @@ fwd_simt(const __grid_constant__ Params p) {
     const Element sum = simt::row_sum(row_sum[i]);
     inverse[i] = inverse_sum(sum) * kept_scale(p);
     if (p.lse && thread_col == 0 && q_idx(i) < p.seqlen_q) {
-      p.lse[((i64)batch * p.num_heads_q + head) * p.seqlen_q + q_idx(i)] = log_sum_exp(row_max[i], sum);
+      p.lse[rows_begin(p, flat_head(p, batch, head)) + q_idx(i)] = log_sum_exp(row_max[i], sum);
     }
   }
-  const auto o = simt::matrix(p.o, p.o_stride, batch, head, p.seqlen_q, p.head_dim_v);
+  const auto o = simt::matrix(p.o, p.o_stride, q_begin(p, batch, p.o_stride), head, p.seqlen_q, p.head_dim_v);
   simt::store_block<cfg::WIDE_O>(o, o_rmem, [&](int i) { return inverse[i]; }, m0);
 }

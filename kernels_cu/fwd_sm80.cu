@@ -45,8 +45,8 @@ static_assert(STAGES >= 3, "a tile is read, the next has arrived, another is on 
 // section the last query tiles come first, whose causal walk is longest, so that short ones fill the last wave.
 struct Work { int m0, head, batch; };
 __device__ __forceinline__ int uniform(int x) { return redux_or(x); }  // x, which is the same in all lanes
+constexpr u32 SECTION_KEYS = (32 << 20) / ((TILE_D + TILE_DV) * sizeof(Element));
 __device__ __forceinline__ Work decode_block(const Params& p) {
-  constexpr u32 SECTION_KEYS = (32 << 20) / ((TILE_D + TILE_DV) * sizeof(Element));
   const u32 num_heads = p.num_heads_q, num_m_blocks = p.num_m_blocks, heads = p.batch * num_heads;
   const u32 section_heads = min(max(SECTION_KEYS / max(u32(p.seqlen_k), 1u), 1u), heads);
   const u32 section = blockIdx.x / (section_heads * num_m_blocks);
@@ -94,11 +94,20 @@ constexpr int pairs_due(int u) {  // how many pairs of probabilities are due bef
 
 enum NamedBarrier { TILE_BARRIER = 1 };  // NUM_THREADS threads, which with OWN_RANGES meet at it in different places
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_CTAS) fwd_sm80(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_CTAS) fwd_sm80(const __grid_constant__ Params params) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
   const u32 thread = threadIdx.x, lane = thread % 32, warp_row = thread / 32 * WARP_ROWS;
-  const Work work = decode_block(p);
+  Own<VARLEN> own(params);
+  const Params& p = own.p;
+  Work work;
+  if constexpr (VARLEN) {
+    SequenceTile tile;
+    if (!find_tile<BY_QUERIES, TILE_M, SECTION_KEYS>(own, params, blockIdx.x, p.num_heads_q, tile)) return;
+    work = {uniform((tile.blocks - 1 - tile.block) * TILE_M), uniform(tile.head), uniform(tile.batch)};
+  } else {
+    work = decode_block(p);
+  }
   const int kv_head = uniform(u32(work.head) / u32(p.qheads_per_kv));
   TileRange range = kv_range(p, work.m0);
   range.end = uniform(range.end), range.full_end = uniform(range.full_end);
@@ -125,8 +134,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_CTAS) fwd_sm80(con
   const u32 zero = (u32)p.batch >> 31;
   u32 latest_p = 0;  // the latest pair of probabilities
 
-  const Element* k_gmem = p.k + work.batch * p.k_stride[0] + kv_head * p.k_stride[2];  // (seqlen_k, head_dim)
-  const Element* v_gmem = p.v + work.batch * p.v_stride[0] + kv_head * p.v_stride[2];  // (seqlen_k, head_dim_v)
+  const Element* k_gmem = p.k + k_begin(p, work.batch, p.k_stride) + kv_head * p.k_stride[2];  // (seqlen_k, head_dim)
+  const Element* v_gmem = p.v + k_begin(p, work.batch, p.v_stride) + kv_head * p.v_stride[2];  // (seqlen_k, head_dim_v)
   const u32 q_lane = lane_address<TILE_D, ROWS_FIRST>(smem.start.q, warp_row, lane);
   const u32 k_lane = lane_address<TILE_D, COLS_FIRST>(smem.ring[0].k, 0, lane);
   const u32 v_lane = lane_address<TILE_DV, ROWS_FIRST>(smem.ring[0].v, 0, lane);
@@ -145,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_CTAS) fwd_sm80(con
   };
 
   auto load_q = [&] {
-    const Element* q_gmem = p.q + work.batch * p.q_stride[0] + work.head * p.q_stride[2] + work.m0 * p.q_stride[1];
+    const Element* q_gmem = p.q + q_begin(p, work.batch, p.q_stride) + work.head * p.q_stride[2] + work.m0 * p.q_stride[1];
     const GmemTile<const Element> q = {q_gmem, p.q_stride[1], p.q_stride[3], p.seqlen_q - work.m0, p.head_dim};
     load_tile<TILE_M, TILE_D, WIDE_Q, RAGGED_D, true, NUM_THREADS>(smem.start.q, q, thread);
   };
@@ -417,7 +426,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_CTAS) fwd_sm80(con
     inverse *= kept_scale(p);
     const int row = done.m0 + lane_row(same_thread, r);
     if (p.lse && same_lane % 4 == 0 && row < p.seqlen_q) {
-      p.lse[((i64)done.batch * p.num_heads_q + done.head) * p.seqlen_q + row] = lse;
+      p.lse[rows_begin(p, flat_head(p, done.batch, done.head)) + row] = lse;
     }
 #pragma unroll
     for (int i = 0; i < DV_BLOCKS * 4; i++) o_rmem[r / 2][i / 2][r % 2 * 2 + i % 2] *= inverse;
@@ -430,7 +439,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_CTAS) fwd_sm80(con
   if (smem.replaced_values) add_nonfinite();
   __syncwarp();
   const int row = done.m0 + same_warp_row;
-  Element* o_gmem = p.o + done.batch * p.o_stride[0] + done.head * p.o_stride[2] + row * p.o_stride[1];
+  Element* o_gmem = p.o + q_begin(p, done.batch, p.o_stride) + done.head * p.o_stride[2] + row * p.o_stride[1];
   const GmemTile<Element> o = {o_gmem, p.o_stride[1], p.o_stride[3], p.seqlen_q - row, p.head_dim_v};
   store_tile<WARP_ROWS, TILE_DV, WIDE_O, RAGGED_D, 32>(o, smem.o + same_warp_row * TILE_DV, same_lane);
 }

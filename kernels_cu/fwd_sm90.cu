@@ -44,7 +44,7 @@
 #include "softmax.cuh"
 
 extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS)
-fwd_sm90(const __grid_constant__ Params p) {
+fwd_sm90(const __grid_constant__ Params params) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
   const int warpgroup = uniform(threadIdx.x / WARPGROUP);
@@ -73,11 +73,13 @@ fwd_sm90(const __grid_constant__ Params p) {
 
   if (warpgroup == 0) {
     setmaxnreg_dec<cfg::PRODUCER_REGS>();
-    if (threadIdx.x == 0) produce(p, smem);
+    if (threadIdx.x == 0) produce(params, smem);
     return;
   }
   setmaxnreg_inc<cfg::CONSUMER_REGS>();
   const int wg = warpgroup - 1, lane = threadIdx.x % WARP, warp_row = threadIdx.x % WARPGROUP / WARP * 16;
+  Own<VARLEN> own(params);
+  const Params& p = own.p;
   const float scale = exponent_scale(p);
 
   float s_rmem[TILE_N / 2], o_rmem[TILE_DV / 2];  // accumulators (64, TILE_N) and (64, TILE_DV)
@@ -101,6 +103,13 @@ fwd_sm90(const __grid_constant__ Params p) {
     return cfg::PACK == 1 ? work.head : work.head + min((lane_row + r * 8) / WG_QUERIES, cfg::PACK - 1);
   };
 
+  // The arguments of a tile's sequence, found anew rather than kept in registers; plain ones as they are.
+  auto own_of = [&](const Work& work) {
+    Own<VARLEN> found(params);
+    if constexpr (VARLEN) enter_part<BY_QUERIES>(found, params, work.split);
+    return found;
+  };
+
   // ---- Handing over: output tiles, buffers, turns
   auto receive_work = [&]() {
     mbarrier_wait(&smem.q_full[q.index][wg], q.parity);
@@ -109,6 +118,9 @@ fwd_sm90(const __grid_constant__ Params p) {
     // order and reports these reads; it does not where lane 0, which releases, reads alone, but that spills registers.
     __syncwarp();
     work = {uniform(next.m0), uniform(next.head), uniform(next.batch), uniform(next.split)};
+    if constexpr (VARLEN) {
+      if (work.valid()) enter_part<BY_QUERIES>(own, params, work.split);
+    }
     const TileRange all = tile_keys(p, work);
     range = warpgroup_keys(p, all, work.m0 + wg * WG_QUERIES);
     before = all.end - range.end;
@@ -248,17 +260,20 @@ fwd_sm90(const __grid_constant__ Params p) {
     return !__any_sync(~0u, zero[0] + zero[1] != 0);
   };
   auto redo_output = [&](int begin) {  // o of the key tiles from `begin` on, against the references as they are
+    const auto found = own_of(work);
+    const Params& p = found.p;
     const int queries[2] = {query(work, 0), query(work, 1)};
     const int head_kv = work.head / p.qheads_per_kv, end = (int)min((i64)range.end * TILE_N, (i64)p.seqlen_k);
     const Element* q_rows[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      q_rows[r] = p.q + work.batch * p.q_stride[0] + min(queries[r], p.seqlen_q - 1) * p.q_stride[1] +
+      q_rows[r] = p.q + q_begin(p, work.batch, p.q_stride) + min(queries[r], p.seqlen_q - 1) * p.q_stride[1] +
                   head(work, r) * p.q_stride[2];
     }
-    const Element* k_row = p.k + work.batch * p.k_stride[0] + begin * TILE_N * p.k_stride[1] + head_kv * p.k_stride[2];
-    const Element* v_row = p.v + work.batch * p.v_stride[0] + begin * TILE_N * p.v_stride[1] + head_kv * p.v_stride[2] +
-                           lane % 4 * 2;
+    const Element* k_row = p.k + k_begin(p, work.batch, p.k_stride) + begin * TILE_N * p.k_stride[1] +
+                           head_kv * p.k_stride[2];
+    const Element* v_row = p.v + k_begin(p, work.batch, p.v_stride) + begin * TILE_N * p.v_stride[1] +
+                           head_kv * p.v_stride[2] + lane % 4 * 2;
 #pragma unroll
     for (int i = 0; i < TILE_DV / 2; i++) o_rmem[i] = 0;
 #pragma unroll 1
@@ -342,19 +357,24 @@ fwd_sm90(const __grid_constant__ Params p) {
     return cfg::SPLIT ? work.split * p.batch + work.batch : work.batch;
   };
   auto finish_rows = [&](float (&inverse)[2]) {  // and their lse
+    const auto found = own_of(work);
+    const Params& p = found.p;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       float lse;
       softmax.finish(r, inverse[r], lse);
       if (p.lse && lane % 4 == 0 && query(work, r) < p.seqlen_q) {
-        p.lse[((i64)place(work) * p.num_heads_q + head(work, r)) * p.seqlen_q + query(work, r)] = lse;
+        p.lse[rows_begin(p, flat_head(p, place(work), head(work, r))) + query(work, r)] = lse;
       }
     }
   };
   auto store = [&](const Work& work, const float (&inverse)[2]) {
+    const auto found = own_of(work);
+    const Params& p = found.p;
     auto o_row = [&](int r) -> cfg::Output* {
       if (query(work, r) >= p.seqlen_q) return nullptr;
-      return p.o + place(work) * p.o_stride[0] + query(work, r) * p.o_stride[1] + head(work, r) * p.o_stride[2];
+      return p.o + q_begin(p, place(work), p.o_stride) + query(work, r) * p.o_stride[1] +
+             head(work, r) * p.o_stride[2];
     };
     store_rows<TILE_DV, cfg::Output>(o_row, p.head_dim_v, o_rmem, inverse, lane);
   };
@@ -366,7 +386,7 @@ fwd_sm90(const __grid_constant__ Params p) {
     float inverse[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {  // what has no key counts in one part of the keys
-      const float start = work.split == 0 ? row_start(p, {work.batch, head(work, r)}) : NEG_INF;
+      const float start = !cfg::SPLIT || work.split == 0 ? row_start(p, {work.batch, head(work, r)}) : NEG_INF;
       softmax.begin(r, start, lane % 4 == 0);
     }
 #pragma unroll

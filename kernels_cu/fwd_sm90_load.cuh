@@ -19,11 +19,12 @@ constexpr bool PING_PONG = cfg::PING_PONG && CONSUMERS > 1;
 // Whether every step looks for the maximum: a stale reference would be outgrown again and again, or it takes much code
 // to compute scores anew.
 constexpr bool RAISES = RISES || BY_ELEMENT;
+static_assert(!VARLEN || (cfg::DYNAMIC && cfg::PACK == 1 && !cfg::SPLIT), "numbers of tiles may have none");
 static_assert(cfg::NUM_THREADS == (CONSUMERS + 1) * WARPGROUP, "one warpgroup loads, the others compute");
 static_assert(TILE_N % 16 == 0 && TILE_D % 16 == 0 && TILE_DV % 16 == 0, "wgmma sums in steps of 16");
 
 // The output tile that a warpgroup computes next: the queries from m0 on, of PACK heads from `head` on, over part
-// `split` of their keys. Or the end.
+// `split` of their keys. Or the end. With VARLEN keys are not split, and that is the part of the rows (sequences.cuh).
 struct alignas(16) Work {
   int m0, head, batch, split;
   __device__ __forceinline__ bool valid() const { return split >= 0; }
@@ -84,16 +85,40 @@ __device__ __forceinline__ Work find_work(const Params& p, unsigned index) {
   return {(p.num_m_blocks - 1 - row) * TILE_QUERIES, (pack - batch * packs_per_batch) * cfg::PACK, batch, split};
 }
 
+constexpr int HEADS_KEYS = ROWS_DIFFER ? (64 << 20) / ((TILE_D + TILE_DV) * (int)sizeof(Element)) : 0;
+// The same, and the arguments of its sequence, where lengths differ: not every number has a tile, so others are drawn.
+template <class Own> __device__ __forceinline__ Work take_work(Own& own, const Params& p, unsigned& index) {
+  if constexpr (!VARLEN) {
+    return find_work(p, index);
+  } else {
+    SequenceTile tile;
+    for (; index < (unsigned)p.num_tiles; index = gridDim.x + atomicAdd(p.tile_counter, 1)) {
+      if (find_tile<BY_QUERIES, TILE_QUERIES, HEADS_KEYS>(own, p, index, p.num_heads_q, tile)) {
+        return {(tile.blocks - 1 - tile.block) * TILE_QUERIES, tile.head, tile.batch, tile.part};
+      }
+    }
+    return {0, 0, 0, END};
+  }
+}
+// Where in a tensor map the queries of a warpgroup and the keys of a tile begin, and in which batch.
+__device__ __forceinline__ int q_row(const Params& p, const Work& work, int wg) {
+  return (VARLEN ? p.first_q : 0) + work.m0 + wg * WG_QUERIES;
+}
+__device__ __forceinline__ int k_row(const Params& p, int n) { return (VARLEN ? p.first_k : 0) + n * TILE_N; }
+__device__ __forceinline__ int map_batch(const Work& work) { return cfg::PACKED ? 0 : work.batch; }
+
 // One thread: loads everything, for one output tile after another.
-__device__ __forceinline__ void produce(const Params& p, Smem& smem) {
-  prefetch_tensor_map(&p.tma_q);
-  prefetch_tensor_map(&p.tma_k);
-  prefetch_tensor_map(&p.tma_v);
+__device__ __forceinline__ void produce(const Params& params, Smem& smem) {
+  Own<VARLEN> own(params);
+  const Params& p = own.p;
+  prefetch_tensor_map(&params.tma_q);
+  prefetch_tensor_map(&params.tma_k);
+  prefetch_tensor_map(&params.tma_v);
   Ring<Q_STAGES> q;
   Ring<STAGES> k, v;
   unsigned index = blockIdx.x, round = 0;
   while (true) {
-    const Work work = find_work(p, index);
+    const Work work = take_work(own, params, index);
     const TileRange range = work.valid() ? tile_keys(p, work) : TileRange{};
     const int head_kv = work.head / p.qheads_per_kv;
 
@@ -101,7 +126,7 @@ __device__ __forceinline__ void produce(const Params& p, Smem& smem) {
       mbarrier_wait(&smem.k_empty[k.index], k.parity ^ 1);
       mbarrier_arrive_expect_tx(&smem.k_full[k.index], sizeof(smem.k[0]));
       for (int c = 0; c < D_CHUNKS; c++) {
-        tma_load_4d(smem.k[k.index][c], &p.tma_k, &smem.k_full[k.index], c * CHUNK, n * TILE_N, head_kv, work.batch);
+        tma_load_4d(smem.k[k.index][c], &params.tma_k, &smem.k_full[k.index], c * CHUNK, k_row(p, n), head_kv, map_batch(work));
       }
       k.advance();
     };
@@ -109,7 +134,7 @@ __device__ __forceinline__ void produce(const Params& p, Smem& smem) {
       mbarrier_wait(&smem.v_empty[v.index], v.parity ^ 1);
       mbarrier_arrive_expect_tx(&smem.v_full[v.index], sizeof(smem.v[0]));
       for (int c = 0; c < DV_CHUNKS; c++) {
-        tma_load_4d(smem.v[v.index][c], &p.tma_v, &smem.v_full[v.index], c * CHUNK, n * TILE_N, head_kv, work.batch);
+        tma_load_4d(smem.v[v.index][c], &params.tma_v, &smem.v_full[v.index], c * CHUNK, k_row(p, n), head_kv, map_batch(work));
       }
       v.advance();
     };
@@ -120,7 +145,8 @@ __device__ __forceinline__ void produce(const Params& p, Smem& smem) {
       if (range.begin == range.end) return mbarrier_arrive(full);
       mbarrier_arrive_expect_tx(full, WG_USED_ROWS * D_CHUNKS * CHUNK_ROW_BYTES);
       for (int c = 0; c < D_CHUNKS; c++) {
-        tma_load_4d(smem.q[q.index][w][c], &p.tma_q, full, c * CHUNK, work.m0 + w * WG_QUERIES, work.head, work.batch);
+        tma_load_4d(smem.q[q.index][w][c], &params.tma_q, full, c * CHUNK, q_row(p, work, w), work.head,
+                    map_batch(work));
       }
     };
 

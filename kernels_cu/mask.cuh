@@ -5,6 +5,7 @@
 // By position, query i sees the keys of a band along the diagonal that ends in the bottom-right corner of the score
 // matrix:  i + shift - left <= j <= i + shift + right,  shift = seqlen_k - seqlen_q.  Causal is right = 0.
 #pragma once
+#include "sequences.cuh"
 #include "softmax.cuh"
 
 constexpr bool BOUND_LEFT = cfg::WINDOW_LEFT, BOUND_RIGHT = cfg::CAUSAL || cfg::WINDOW_RIGHT;
@@ -12,7 +13,7 @@ constexpr bool BOUND_LEFT = cfg::WINDOW_LEFT, BOUND_RIGHT = cfg::CAUSAL || cfg::
 constexpr bool ROWS_DIFFER = BOUND_LEFT || BOUND_RIGHT;
 // Whether a key that exists may be hidden from some row.
 constexpr bool HIDES_ANYWHERE = cfg::MASK || cfg::MASK_MOD;  // apart from its position
-constexpr bool HIDES_KEYS = ROWS_DIFFER || HIDES_ANYWHERE;
+constexpr bool HIDES_KEYS = ROWS_DIFFER || HIDES_ANYWHERE || VARLEN;  // those behind a sequence are another's
 // Whether scores rise step by step on the way from the last key to the diagonal.
 constexpr bool RISES = cfg::ALIBI && !BOUND_RIGHT;
 // Whether elements differ in more than their distance from the diagonal: what it takes to compute them is much code.
@@ -66,7 +67,8 @@ __device__ __forceinline__ TileRange kv_range(const Params& p, int m0, int rows 
 }
 
 // The query tiles that the key rows [n0, n0 + TILE_N) visit. Query rows past seqlen_q count as visible: the kernels
-// give them lse = +inf, so that p = exp(s - lse) is 0 there without a predicate.
+// give them lse = +inf, so that p = exp(s - lse) is 0 there without a predicate. Not so with VARLEN, where they may be
+// another sequence's.
 __device__ __forceinline__ TileRange q_range(const Params& p, int n0) {
   const int end = (int)(((i64)p.seqlen_q + cfg::TILE_M - 1) / cfg::TILE_M);
   TileRange range = {0, 0, end, end};
@@ -81,6 +83,7 @@ __device__ __forceinline__ TileRange q_range(const Params& p, int n0) {
     range.end = max(ceil_div(end_of_last, cfg::TILE_M), range.begin);
     range.full_end = end_of_first >= p.seqlen_q ? range.end : max(end_of_first, 0) / cfg::TILE_M;
   }
+  if (VARLEN) range.full_end = min(range.full_end, p.seqlen_q / cfg::TILE_M);
   if (n0 + cfg::TILE_N > p.seqlen_k) range.full_begin = range.end;
   // The compiler shall not know that no tile is full: where it sees no branch, it starts too much at once.
   if (HIDES_ANYWHERE) range.full_begin = opaque(range.end);
@@ -159,7 +162,7 @@ __device__ __forceinline__ VisibleKeys visible_keys(const Params& p, int q_idx, 
 // And for a whole key: which of the queries q0 + offset see key kv_idx.
 struct VisibleQueries {
   From<true> first;
-  Below<BOUND_LEFT || HIDES_ANYWHERE> last;
+  Below<BOUND_LEFT || HIDES_ANYWHERE || VARLEN> last;
   Listed<cfg::MASK> listed;
   Chosen<cfg::MASK_MOD> chosen;
   __device__ __forceinline__ bool has(int offset) const {
@@ -172,7 +175,7 @@ __device__ __forceinline__ VisibleQueries visible_queries(const Params& p, int k
   if constexpr (BOUND_RIGHT) begin = kv_idx - right_shift(p);
   if constexpr (BOUND_LEFT) end = kv_idx - left_shift(p) + 1 - q0;
   // A query that does not exist may see a key that no other does.
-  if constexpr (HIDES_ANYWHERE) end = min(end, p.seqlen_q - q0);
+  if constexpr (HIDES_ANYWHERE || VARLEN) end = min(end, p.seqlen_q - q0);
   return {{kv_idx < p.seqlen_k ? begin - q0 : NONE}, {end}, {p, at, q0, kv_idx, false}, {p, at, q0, kv_idx, false}};
 }
 
@@ -192,7 +195,8 @@ constexpr bool KEEPS_SCORES = cfg::SCORE_MOD || (cfg::SOFTCAP && sizeof(cfg::Ele
 
 // What the softmax of a row starts from, in units of log2.
 __device__ __forceinline__ Real row_start(const Params& p, const Head& at) {
-  return cfg::SINKS ? p.sinks[at.head * p.sinks_stride] * Real(LOG2_E) : Real(NEG_INF);
+  if (!cfg::SINKS || (VARLEN && p.no_sequence)) return Real(NEG_INF);
+  return p.sinks[at.head * p.sinks_stride] * Real(LOG2_E);
 }
 
 // Whether probabilities are dropped; a negative one then stands for one that was.

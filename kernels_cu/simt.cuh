@@ -56,7 +56,7 @@ constexpr int vector_width(int cols) {
 
 // ---- Global memory --------------------------------------------------------------------------------------------------
 
-// One head of one batch: (rows, cols) = (seqlen, head_dim).
+// One head of one batch, or sequence, whose rows begin at `begin`: (rows, cols) = (seqlen, head_dim).
 template <class T> struct Matrix {
   T* data;
   i64 row_stride, col_stride;
@@ -64,8 +64,8 @@ template <class T> struct Matrix {
 };
 
 template <class T>
-__device__ __forceinline__ Matrix<T> matrix(T* data, const i64 (&stride)[4], int batch, int head, int rows, int cols) {
-  return {data + batch * stride[0] + head * stride[2], stride[1], stride[3], rows, cols};
+__device__ __forceinline__ Matrix<T> matrix(T* data, const i64 (&stride)[4], i64 begin, int head, int rows, int cols) {
+  return {data + begin + head * stride[2], stride[1], stride[3], rows, cols};
 }
 
 // Start copying ROWS x COLS elements from (row0, col0) on to tile[ROWS][STRIDE]; zeros where the matrix has ended.

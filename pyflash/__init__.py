@@ -3,6 +3,7 @@
 from . import reference
 from .api import explain, flash_attention, flash_attention_backward
 from .errors import CompileError, LaunchError, Unsupported
+from .packed import flash_attention_varlen, flash_attention_varlen_backward
 from .trace import abs, cos, exp, floor, log, maximum, minimum, sin, sqrt, tanh, where
 
 __version__ = "0.1.0"
@@ -17,6 +18,8 @@ __all__ = [
     "explain",
     "flash_attention",
     "flash_attention_backward",
+    "flash_attention_varlen",
+    "flash_attention_varlen_backward",
     "floor",
     "log",
     "maximum",

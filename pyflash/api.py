@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from . import arrays, cpu, debug, device, entry, features, problem
+import numpy as np
+
+from . import arrays, cpu, debug, device, entry, features, problem, sequences
 from . import explain as explanation
 from .errors import Unsupported
 from .launch import SEED, WORKSPACE, Executable
@@ -31,6 +33,8 @@ def flash_attention(
     mask_mod=None,
     dropout_p=0.0,
     seed=None,
+    seqused_q=None,
+    seqused_k=None,
     return_lse=False,
     out=None,
 ):
@@ -78,6 +82,10 @@ def flash_attention(
     seed : int, optional
         Which ones: the same seed drops the same (batch, head, query, key). Drawn anew in each call if not given, for
         torch by its generator; the backward must be told, but for torch's.
+    seqused_q, seqused_k : integer arrays (batch,), or lists, optional
+        How many queries, and keys, of each sequence exist: the first so many. Causal, window and ALiBi are aligned to
+        the last that exist. Other queries give 0, and an lse of -inf. For sequences without padding there is
+        `flash_attention_varlen`.
     return_lse : bool
         Also return lse, the natural logarithm of the sum of exp(scores) of each row, which the backward needs.
     out : array (batch, seqlen_q, heads_q, head_dim_v), optional
@@ -115,14 +123,21 @@ def flash_attention(
         "mask_mod": mask_mod,
         "dropout_p": dropout_p,
     }
+    lengths = {"seqused_q": seqused_q, "seqused_k": seqused_k}
+    return attend(q, k, v, softmax_scale, options, seed, lengths, return_lse, out)
+
+
+def attend(q, k, v, softmax_scale, options, seed, lengths, return_lse, out):
+    """`flash_attention`, and that of packed sequences: `lengths` are the arguments that say where sequences are."""
     given = {"q": q, "k": k, "v": v} if out is None else {"q": q, "k": k, "v": v, "o": out}
+    lengths = {name: value for name, value in lengths.items() if value is not None}
     if not isinstance(return_lse, bool):
         raise TypeError(f"return_lse: got {return_lse!r}, takes True or False")
     traced = arrays.traced_by_torch()
     if not traced:
         scalars = _split(options, given)
         kind = arrays.common_kind(given)
-    if dropout_p:
+    if options["dropout_p"]:
         if seed is not None:
             seed = features.check_seed(seed)
         elif not traced:
@@ -135,9 +150,10 @@ def flash_attention(
                 raise ValueError(
                     "out: got a tensor, takes None where q, k or v requires grad, under autocast, and in torch.compile"
                 )
-            result = glue.attention(q, k, v, {"softmax_scale": softmax_scale, **options, "seed": seed})
+            options = {"softmax_scale": softmax_scale, **options, "seed": seed, **lengths}
+            result = glue.attention(q, k, v, options)
             return result if return_lse else result[0]
-    results = _call(kind, given, softmax_scale, scalars, seed, wants_lse=return_lse)
+    results = _call(kind, given, softmax_scale, scalars, seed, lengths, wants_lse=return_lse)
     o = results["o"] if out is None else out
     return (o, results["lse"]) if return_lse else o
 
@@ -162,6 +178,8 @@ def flash_attention_backward(
     mask_mod=None,
     dropout_p=0.0,
     seed=None,
+    seqused_q=None,
+    seqused_k=None,
     dlse=None,
     deterministic=False,
     return_dbias=False,
@@ -174,7 +192,7 @@ def flash_attention_backward(
     dout : array (batch, seqlen_q, heads_q, head_dim_v)
         The gradient of out; any strides.
     q, k, v, softmax_scale, causal, window, softcap, alibi_slopes, bias, mask, sinks, score_mod, mask_mod,
-    dropout_p, seed
+    dropout_p, seed, seqused_q, seqused_k
         As they were in the forward call.
     out, lse
         What the forward call returned.
@@ -211,28 +229,35 @@ def flash_attention_backward(
         "mask_mod": mask_mod,
         "dropout_p": dropout_p,
     }
+    lengths = {"seqused_q": seqused_q, "seqused_k": seqused_k}
+    wanted = {"bias": return_dbias, "sinks": return_dsinks}
+    return differentiate(dout, q, k, v, out, lse, dlse, softmax_scale, options, seed, lengths, deterministic, wanted)
+
+
+def differentiate(dout, q, k, v, out, lse, dlse, softmax_scale, options, seed, lengths, deterministic, wanted):
+    """`flash_attention_backward`, and that of packed sequences."""
     given = {"q": q, "k": k, "v": v, "dout": dout, "o": out, "lse": lse}
+    lengths = {name: value for name, value in lengths.items() if value is not None}
     if dlse is not None:
         given["dlse"] = dlse
-    wanted = {"bias": return_dbias, "sinks": return_dsinks}
     for name, flag in {"deterministic": deterministic, **{f"return_d{n}": x for n, x in wanted.items()}}.items():
         if not isinstance(flag, bool):
             raise TypeError(f"{name}: got {flag!r}, takes True or False")
     gradients = tuple(name for name, flag in wanted.items() if flag)
-    if dropout_p:
+    if options["dropout_p"]:
         if seed is None:
-            features.BY_NAME["dropout_p"].check(dropout_p)  # what is wrong with that comes first
+            features.BY_NAME["dropout_p"].check(options["dropout_p"])  # what is wrong with that comes first
             raise ValueError("seed: got None, takes the forward's where there is dropout")
         seed = features.check_seed(seed)
     if arrays.traced_by_torch():
         from . import torch as glue
 
-        options = {"softmax_scale": softmax_scale, **options, "seed": seed}
+        options = {"softmax_scale": softmax_scale, **options, "seed": seed, **lengths}
         return tuple(glue.attention_backward(dout, q, k, v, out, lse, dlse, options, deterministic, gradients))
     scalars = _split(options, given)
     kind = arrays.common_kind(given)
     flags = {"backward": True, "deterministic": deterministic, "gradients": gradients}
-    results = _call(kind, given, softmax_scale, scalars, seed, **flags)
+    results = _call(kind, given, softmax_scale, scalars, seed, lengths, **flags)
     return tuple(results[f"d{name}"] for name in ("q", "k", "v", *gradients))
 
 
@@ -336,7 +361,29 @@ def _tensors(kind: arrays.Kind, keys: dict[str, arrays.Key]) -> dict[str, proble
     return tensors
 
 
-def _prepare(kind, seen, softmax_scale, scalars, backward, wants_lse, deterministic, gradients) -> _Prepared:
+def _lengths(
+    kind: arrays.Kind, lengths: dict[str, object], given: dict[str, object]
+) -> tuple[dict[str, np.ndarray], dict[str, int | None]]:
+    """Of what says where sequences are: the arrays that lie on the host, and what the caller says of the longest. Those
+    of the GPU join `given`."""
+    hosts = {}
+    for name in (name for name in sequences.ARRAYS if name in lengths):
+        value = lengths[name]
+        host = sequences.on_host(name, value)
+        if host is None:
+            other = arrays.kind_of(value, name)
+            if not other.gpu:
+                host = sequences.on_host(name, np.asarray(other.view(value)))
+            elif other is not kind:
+                raise TypeError(f"{name}: got a {other.name} array, takes a list, a NumPy array or one of {kind.name}")
+        if host is None:
+            given[name] = value
+        else:
+            hosts[name] = host
+    return hosts, {name[-1]: sequences.check_longest(name, lengths.get(name)) for name in sequences.LONGEST}
+
+
+def _prepare(kind, seen, softmax_scale, scalars, backward, wants_lse, deterministic, gradients, longest) -> _Prepared:
     made = problem.make(
         _tensors(kind, seen.keys),
         backward=backward,
@@ -345,12 +392,13 @@ def _prepare(kind, seen, softmax_scale, scalars, backward, wants_lse, determinis
         wants_lse=wants_lse,
         gradients=gradients,
         options=dict(scalars),
+        longest=longest,
     )
     executable = None
     if kind.gpu:
         gpu = device.present(seen.device_id)
         executable = Executable(plan(made, gpu, debug.FAMILIES or FAMILIES), gpu, seen.device_id)
-    outputs = tuple((n, t.shape, kind.dtype(t.dtype)) for n, t in made.tensors if n in made.outputs)
+    outputs = tuple((n, made.shape(n), kind.dtype(t.dtype)) for n, t in made.tensors if n in made.outputs)
     return _Prepared(made, outputs, executable)
 
 
@@ -360,6 +408,7 @@ def _call(
     softmax_scale: object,
     scalars: dict[str, object],
     seed: int | None,
+    lengths: dict[str, object],
     *,
     backward: bool = False,
     wants_lse: bool = False,
@@ -367,15 +416,22 @@ def _call(
     gradients: tuple[str, ...] = (),
 ) -> dict[str, object]:
     """Check, plan and run one call. Returns the arrays that it made, of the caller's kind, by name."""
+    hosts, bounds = _lengths(kind, lengths, given) if lengths else ({}, {})
     seen = arrays.Inspected(kind, given)
+    for name, host in hosts.items():
+        seen.upload(kind, name, np.ascontiguousarray(host, "int64" if host.dtype.itemsize == 8 else "int32"))
+    longest = tuple(bounds.get(x) if bounds.get(x) is not None else sequences.longest(hosts, x) for x in "qk")
     softmax_scale = problem.check_scale(softmax_scale)
-    flags = (softmax_scale, tuple(scalars.items()), backward, wants_lse, deterministic, gradients)
+    flags = (softmax_scale, tuple(scalars.items()), backward, wants_lse, deterministic, gradients, longest)
     call = (kind.name, seen.device_id, *seen.keys, *seen.keys.values(), *flags, debug.FAMILIES)
     prepared = _prepared.get(call)
     if prepared is None:
         if len(_prepared) >= _MAX_PREPARED:
             _prepared.clear()
         prepared = _prepared[call] = _prepare(kind, seen, *flags)
+    if hosts:
+        made = prepared.problem
+        sequences.check(hosts, made.packed, {"q": made.rows_q, "k": made.rows_k}, bounds, made)
     if "o" in given and not backward:
         _check_target(kind, seen, prepared.problem)
     like = given["q"]
@@ -395,7 +451,8 @@ def _run_numpy(made: problem.Problem, views: dict[str, object], seed: int | None
         run, names = cpu.backward, ("dout", "q", "k", "v", "o", "lse", "dlse", "dq", "dk", "dv", "dbias", "dsinks")
     options = {**dict(made.options), **views, "seed": seed}
     on = features.check({name: x for name, x in options.items() if name in features.BY_NAME or name == "seed"})
-    run(*(views.get(name) for name in names), softmax_scale=made.softmax_scale, on=on)
+    lengths = {name: views[name] for name in sequences.ARRAYS if name in views}
+    run(*(views.get(name) for name in names), softmax_scale=made.softmax_scale, on=on, lengths=lengths)
 
 
 def _launch(

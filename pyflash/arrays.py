@@ -12,6 +12,7 @@ from functools import cache
 
 import numpy as np
 
+from . import device
 from .errors import Unsupported
 from .features import BY_NAME
 from .problem import DTYPES, ITEMSIZES, Tensor, argument
@@ -49,6 +50,10 @@ class Kind:
     def seed(self) -> int:
         """One for dropout, drawn as the library's users expect."""
         return secrets.randbits(63)
+
+    def upload(self, host: np.ndarray, device_id: int | None):
+        """A view of the same numbers on the device; what comes next on the current stream sees them."""
+        return host
 
 
 def _torch_seed() -> int:
@@ -118,6 +123,10 @@ class _CuPy(_ArrayInterface):
     def stream(self, device_id: int) -> int:
         return sys.modules["cupy"].cuda.get_current_stream().ptr
 
+    def upload(self, host: np.ndarray, device_id: int | None):
+        with device.current(device_id):
+            return sys.modules["cupy"].asarray(host)
+
 
 class _Torch(Kind):
     name = "torch"
@@ -144,6 +153,9 @@ class _Torch(Kind):
         torch = sys.modules["torch"]
         raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # spares the making of a Stream in every call
         return raw(device_id) if raw else torch.cuda.current_stream(device_id).cuda_stream
+
+    def upload(self, host: np.ndarray, device_id: int | None):
+        return sys.modules["torch"].from_numpy(host).to(f"cuda:{device_id}")
 
 
 class _TorchCpu(_NumPy):
@@ -316,12 +328,17 @@ class Inspected:
                 takes = f"one on device {self.device_id}, as {argument(first)}"
                 raise ValueError(f"{argument(name)}: got an array on CUDA device {device_id}, takes {takes}")
 
+    def upload(self, kind: Kind, name: str, host: np.ndarray) -> None:
+        """Another argument, from the host to that device."""
+        view = self.views[name] = kind.upload(host, self.device_id)
+        _, self.keys[name], self.addresses[name] = kind.facts(view)
+
 
 def byte_range(tensor: Tensor, address: int) -> tuple[int, int]:
     """First byte and past-the-last byte that a tensor occupies."""
     if 0 in tensor.shape:
         return address, address
-    itemsize = DTYPES[tensor.dtype].itemsize
+    itemsize = ITEMSIZES[tensor.dtype]
     steps = [(n - 1) * s * itemsize for n, s in zip(tensor.shape, tensor.strides, strict=True)]
     low, high = sum(min(x, 0) for x in steps), sum(max(x, 0) for x in steps)
     return address + low, address + high + itemsize

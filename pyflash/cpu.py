@@ -8,11 +8,11 @@ float16 and bfloat16 are computed in float32. The functions take validated array
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from . import features
+from . import features, sequences
 from .features import Place, Sizes
 from .reference import select_matmul
 
@@ -23,12 +23,29 @@ _TILE_COLUMNS = 1024  # keys
 _STACK_SCORES = _TILE_ROWS * _TILE_COLUMNS  # of all tiles in a stack: 1 MiB in float32, the size of a core's L2
 
 
-def forward(q, k, v, out, lse, *, softmax_scale: float, on: dict[str, object]) -> None:
+def forward(
+    q, k, v, out, lse, *, softmax_scale: float, on: dict[str, object], lengths: Mapping[str, object] | None = None
+) -> None:
     """Write softmax(score(softmax_scale * q k^T)) v into `out`, and its log-sum-exp into `lse` unless that is None.
-    `on` holds the features that are on, scalars and arrays."""
+    `on` holds the features that are on, scalars and arrays. `lengths` are the arrays that say where sequences are: with
+    offsets all others are packed."""
+    if not lengths:
+        return _forward(q, k, v, out, lse, softmax_scale, on, None)
+    if "cu_seqlens_q" in lengths:
+        q, k, v, out, lse = (None if a is None else a[None] for a in (q, k, v, out, lse))
+    out[...] = 0
+    if lse is not None:
+        lse[...] = -np.inf
+    for batch, queries, keys, rows in _places(q, k, lengths):
+        tensors = q[queries], k[keys], v[keys], out[queries], None if lse is None else lse[rows]
+        _forward(*tensors, softmax_scale, on, batch)
+
+
+def _forward(q, k, v, out, lse, softmax_scale: float, on: dict[str, object], batch: int | None) -> None:
+    """Of whole arrays, or of a sequence that is number `batch` of its call."""
     scale = _real(q)(softmax_scale)
     with np.errstate(all="ignore"):
-        for stack in _stacks(q, k, on):
+        for stack in _stacks(q, k, on, batch):
             k_stack, v_stack = stack.kv_rows(k), stack.kv_rows(v)
             for m in _tiles(q.shape[1], stack.tile_m):
                 q_tile = stack.q_rows(q, m)
@@ -60,15 +77,46 @@ def forward(q, k, v, out, lse, *, softmax_scale: float, on: dict[str, object]) -
 
 
 def backward(
-    dout, q, k, v, out, lse, dlse, dq, dk, dv, dbias=None, dsinks=None, *, softmax_scale: float, on: dict[str, object]
-) -> None:
+    dout, q, k, v, out, lse, dlse, dq, dk, dv, dbias=None, dsinks=None, *, softmax_scale: float, on: dict[str, object],
+    lengths: Mapping[str, object] | None = None,
+) -> None:  # fmt: skip
     """Write the gradients into `dq`, `dk`, `dv`, and `dbias` and `dsinks` unless they are None, recomputing the
     probabilities from `lse`. `dlse` may be None."""
+    real = _real(q)
+    sums = tuple(None if a is None else np.zeros(a.shape, real) for a in (dbias, dsinks))
+    if not lengths:
+        _backward(dout, q, k, v, out, lse, dlse, dq, dk, dv, *sums, softmax_scale, on, None)
+    else:
+        if "cu_seqlens_q" in lengths:
+            packed = dout, q, k, v, out, lse, dlse, dq, dk, dv
+            dout, q, k, v, out, lse, dlse, dq, dk, dv = (None if a is None else a[None] for a in packed)
+        for gradient in (dq, dk, dv):
+            gradient[...] = 0
+        for batch, queries, keys, rows in _places(q, k, lengths):
+            statistics = lse[rows], None if dlse is None else dlse[rows]
+            given = dout[queries], q[queries], k[keys], v[keys], out[queries], *statistics
+            _backward(*given, dq[queries], dk[keys], dv[keys], *sums, softmax_scale, on, batch)
+    for total, gradient in zip(sums, (dbias, dsinks), strict=True):
+        if gradient is not None:
+            gradient[...] = total
+
+
+def _places(q, k, lengths: Mapping[str, object]):
+    """Of each sequence: its number, where its queries and its keys lie, and its rows of lse."""
+    batch = len(lengths["cu_seqlens_q"]) - 1 if "cu_seqlens_q" in lengths else len(q)
+    for x in sequences.each(batch, q.shape[1], k.shape[1], lengths):
+        array = slice(x.array, x.array + 1)
+        yield x.batch, (array, x.queries), (array, x.keys), (array, slice(None), x.queries)
+
+
+def _backward(
+    dout, q, k, v, out, lse, dlse, dq, dk, dv, dbias_sum, dsinks_sum, softmax_scale: float, on: dict[str, object],
+    batch: int | None,
+) -> None:  # fmt: skip
+    """As _forward; gradients of features are added to the sums, unless those are None."""
     scale = _real(q)(softmax_scale)
-    dbias_sum = None if dbias is None else np.zeros((1,) * (4 - dbias.ndim) + dbias.shape, _real(q))
-    dsinks_sum = np.zeros(q.shape[2], _real(q))
     with np.errstate(all="ignore"):
-        for stack in _stacks(q, k, on):
+        for stack in _stacks(q, k, on, batch):
             k_stack, v_stack = stack.kv_rows(k), stack.kv_rows(v)
             dk_stack, dv_stack = np.zeros_like(k_stack), np.zeros_like(v_stack)
             for m in _tiles(q.shape[1], stack.tile_m):
@@ -79,7 +127,7 @@ def backward(
                     delta -= stack.statistic(dlse, m)
                 shift = stack.statistic(lse, m)
                 np.copyto(shift, np.inf, where=shift == -np.inf)  # a row with no visible key: p = 0
-                if dsinks is not None:
+                if dsinks_sum is not None:
                     stack.add_dsinks(dsinks_sum, m, np.exp(stack.sink(m) - shift) * -delta)
                 dq_tile = np.zeros_like(q_tile)
                 for n, visible in stack.visited(m):
@@ -100,7 +148,7 @@ def backward(
                     if visible is not None:
                         np.copyto(p, 0, where=~visible)
                         np.copyto(ds, 0, where=~visible)
-                    if dbias is not None:
+                    if dbias_sum is not None:
                         stack.add_dbias(dbias_sum, m, n, _selected(ds * slope_since_bias, visible))
                     ds = _selected(ds * slope, visible)
                     dv_stack[:, :, n] += _matmul(p.swapaxes(-1, -2), dout_tile, transposed)
@@ -109,17 +157,14 @@ def backward(
                 stack.store_q_rows(dq, m, scale * dq_tile)
             stack.store_kv_rows(dk, scale * dk_stack)
             stack.store_kv_rows(dv, dv_stack)
-    if dbias is not None:
-        dbias[...] = dbias_sum.reshape(dbias.shape)
-    if dsinks is not None:
-        dsinks[...] = dsinks_sum
 
 
 class _Stack:
     """Some batches and kv heads, taken together. Rows are stacked (batches, kv heads, rows, head_dim), where the rows
     of a tile of queries are those of each query head of the group in turn."""
 
-    def __init__(self, batches: slice, heads: slice, group: int, tile_m: int, real, sizes: Sizes, on):
+    def __init__(self, batches: slice, heads: slice, group: int, tile_m: int, real, sizes: Sizes, on, number):
+        self.numbers = batches if number is None else slice(number, number + 1)
         self.group, self.tile_m, self.real = group, tile_m, real
         self.batches, self.kv_heads = batches, heads
         self.q_heads = slice(heads.start * group, heads.stop * group)
@@ -194,7 +239,7 @@ class _Stack:
         part += ds.sum(tuple(axis for axis in range(4) if part.shape[axis] != ds.shape[axis]), keepdims=True)
 
     def _place(self, m: slice, n: slice) -> Place:
-        return Place(self.batches, self.q_heads, m, n, self.sizes)
+        return Place(self.numbers, self.q_heads, m, n, self.sizes)
 
     def _of_rows(self, elements):
         """What is known of (batches, query heads, queries, keys), or of all heads, stacked."""
@@ -210,7 +255,7 @@ class _Stack:
         return rows.reshape(batches, heads // self.group, self.group * seqlen, width)
 
 
-def _stacks(q, k, on: dict[str, object]) -> Iterator[_Stack]:
+def _stacks(q, k, on: dict[str, object], number: int | None) -> Iterator[_Stack]:
     """Cut the problem into stacks whose tiles fit the cache together. None if there is nothing to compute."""
     batch, seqlen_q, heads_q, _ = q.shape
     seqlen_k, heads_kv = k.shape[1:3]
@@ -222,7 +267,7 @@ def _stacks(q, k, on: dict[str, object]) -> Iterator[_Stack]:
     batches = max(1, _STACK_SCORES // (scores * heads)) if heads == heads_kv else 1
     for b in _tiles(batch, batches):
         for h in _tiles(heads_kv, heads):
-            yield _Stack(b, h, group, tile_m, _real(q), sizes, on)
+            yield _Stack(b, h, group, tile_m, _real(q), sizes, on, number)
 
 
 def _tiles(end: int, size: int, begin: int = 0) -> Iterator[slice]:

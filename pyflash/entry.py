@@ -1,3 +1,3 @@
-"""The functions of `api`, for the glue that stands below them and is imported by them. `api` puts them here."""
+"""The functions of `api` and `packed`, which put them here for the glue that stands below them."""
 
-forward = backward = None
+forward = backward = varlen_forward = varlen_backward = None

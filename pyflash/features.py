@@ -51,8 +51,10 @@ class Place(NamedTuple):
     sizes: Sizes
 
     @classmethod
-    def whole(cls, sizes: Sizes) -> Place:
-        return cls(*(slice(0, size) for size in sizes), sizes)
+    def whole(cls, sizes: Sizes, batch: int | None = None) -> Place:
+        """All of it, or what is batch number `batch` of more."""
+        place = cls(*(slice(0, size) for size in sizes), sizes)
+        return place if batch is None else place._replace(batches=slice(batch, batch + 1))
 
     def indices(self) -> tuple[np.ndarray, ...]:
         """Of each axis, shaped to broadcast against the part."""

@@ -99,13 +99,34 @@ _CONVERT = (
 )
 
 
+# Where and how long sequences are (sequences.cuh), behind everything else.
+_SEQUENCES = (
+    Field("cu_seqlens_q", "pointer", "const cfg::CuSeqlensQ*", "(batch + 1), where its queries begin; PACKED"),
+    Field("cu_seqlens_k", "pointer", "const cfg::CuSeqlensK*", "(batch + 1), and its keys"),
+    Field("seqused_q", "pointer", "const cfg::SeqUsedQ*", "(batch), how many of its queries exist; null: all; GAPS"),
+    Field("seqused_k", "pointer", "const cfg::SeqUsedK*", "(batch), and of its keys"),
+    *(
+        Field(name, "i32", "int", note)
+        for name, note in (
+            ("rows_q", "queries of a batch of the arrays"),
+            ("rows_k", "keys"),
+            ("max_seqlen_q", "the most queries that a sequence may have; GAPS"),
+            ("max_seqlen_k", "and keys"),
+            ("first_q", "the kernels' own: where the queries of their sequence begin"),
+            ("first_k", "and its keys"),
+            ("no_sequence", "that these are rows that are no sequence's"),
+        )
+    ),
+)
+
+
 def _map(name: str, box: str) -> Field:
     return Field(f"tma_{name}", "tensor_map", "TensorMap", f"{name} (head_dim, seqlen, head, batch), box {box}")
 
 
 TABLES: dict[str, tuple[Field, ...]] = {
-    "fwd_simt": _FORWARD + features.FIELDS,
-    "fwd_sm80": _FORWARD + features.FIELDS,
+    "fwd_simt": _FORWARD + features.FIELDS + _SEQUENCES,
+    "fwd_sm80": _FORWARD + features.FIELDS + _SEQUENCES,
     "fwd_sm90": (
         _map("q", "64 x rows of a head x PACK"),
         _map("k", "64 x TILE_N"),
@@ -115,6 +136,7 @@ TABLES: dict[str, tuple[Field, ...]] = {
         Field("packs_per_section", "i32", "int", "packs of heads whose k and v share L2: the tile order's inner loop"),
         Field("num_tiles", "i32", "int", "output tiles in all, of every split"),
         *features.FIELDS,
+        *_SEQUENCES,
     ),
     "combine": (
         *_tensor("o", *_O, const=False),
@@ -124,8 +146,8 @@ TABLES: dict[str, tuple[Field, ...]] = {
         *_SIZES,
         Field("num_splits", "i32", "int", "parts of the keys"),
     ),
-    "bwd_simt": _BACKWARD + features.FIELDS,
-    "bwd_sm80": _BACKWARD + features.FIELDS,
+    "bwd_simt": _BACKWARD + features.FIELDS + _SEQUENCES,
+    "bwd_sm80": _BACKWARD + features.FIELDS + _SEQUENCES,
     "bwd_sm90": (
         _map("q", "64 x TILE_M"),
         _map("k", "64 x TILE_N"),
@@ -133,6 +155,7 @@ TABLES: dict[str, tuple[Field, ...]] = {
         _map("dout", "64 x TILE_M"),
         *_BACKWARD,
         *features.FIELDS,
+        *_SEQUENCES,
     ),
     "bwd_delta": (
         *_tensor("o", *_O, const=True),
@@ -157,13 +180,18 @@ TABLES: dict[str, tuple[Field, ...]] = {
         Field("count", "i64", "long long", "elements"),
     ),
     "bwd_convert": _CONVERT,
-    "bwd_convert_sm90": _CONVERT,
+    "bwd_convert_sm90": _CONVERT + _SEQUENCES,
 }
 
 
 def computes_scores(kernel: str) -> bool:
     """Whether a kernel has the arguments of the features."""
     return features.FIELDS[0] in TABLES[kernel]
+
+
+def by_sequence(kernel: str) -> bool:
+    """Whether a kernel may be told where sequences are; others treat every row of the arrays alike."""
+    return _SEQUENCES[0] in TABLES[kernel]
 
 
 def strided_tensors(kernel: str) -> tuple[str, ...]:

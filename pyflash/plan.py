@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from . import features, params
+from . import features, params, sequences, sizes
 from .device import Device
 from .errors import Unsupported
 from .problem import DTYPES, REAL_DTYPES, Problem, Tensor
@@ -87,7 +87,7 @@ def _rows(problem: Problem, kernel: Kernel, device: Device) -> Iterator[Row]:
             and row.causal in (None, problem.banded)
             and row.itemsize in (None, problem.dtype.itemsize)
             and not (row.plain and features.by_element(problem.on))
-            and row.min_seqlen_q <= problem.seqlen_q
+            and row.min_seqlen_q <= problem.usual_seqlen_q
             and (row.max_seqlen is None or max(problem.seqlen_q, problem.seqlen_k) <= row.max_seqlen)
             and row.min_smem <= device.smem_bytes
             and kernel.smem_bytes(row, *dims, problem.dtype.itemsize) <= device.smem_bytes
@@ -119,6 +119,8 @@ def _obstacle(problem: Problem, device: Device, name: str) -> str | None:
         return "not written yet"
     if problem.dtype.name not in kernel.dtypes:
         return f"takes {' and '.join(kernel.dtypes)}"
+    if problem.varlen and name == "bwd_sm90":
+        return "does not take sequences of their own lengths"
     if untaken := [feature for feature in problem.on if name not in features.BY_NAME[feature].kernels]:
         return f"does not take {' and '.join(untaken)}"
     if kernel.only_capability not in (None, device.capability):
@@ -146,21 +148,6 @@ def choose_family(problem: Problem, device: Device, families: tuple[str, ...]) -
     )
 
 
-def _sizes(problem: Problem, tile_m: int, tile_n: int) -> dict[str, int]:
-    return {
-        "batch": problem.batch,
-        "seqlen_q": problem.seqlen_q,
-        "seqlen_k": problem.seqlen_k,
-        "num_heads_q": problem.num_heads_q,
-        "num_heads_kv": problem.num_heads_kv,
-        "qheads_per_kv": problem.qheads_per_kv,
-        "head_dim": problem.head_dim,
-        "head_dim_v": problem.head_dim_v,
-        "num_m_blocks": _cdiv(problem.seqlen_q, tile_m),
-        "num_n_blocks": _cdiv(problem.seqlen_k, tile_n),
-    }
-
-
 def _config(problem: Problem, name: str, row: Row, tensors: dict[str, Tensor]) -> dict[str, object]:
     kernel = KERNELS[name]
     tile_d, tile_dv = _padded(problem, kernel)
@@ -176,6 +163,7 @@ def _config(problem: Problem, name: str, row: Row, tensors: dict[str, Tensor]) -
         "STAGES": row.stages,
         **dict(row.knobs),
         **(_score_config(problem) if params.computes_scores(name) else {}),
+        **(sizes.config(problem) if params.by_sequence(name) else {}),
         **{f"WIDE_{n.upper()}": n not in tensors or tensors[n].wide() for n in params.strided_tensors(name)},
         "SMEM_BYTES": kernel.smem_bytes(row, tile_d, tile_dv, problem.dtype.itemsize),
     }
@@ -222,24 +210,25 @@ def _launch(
     if row is None:
         raise Unsupported(f"{name} has no tile for {problem} on {device.name}")
     constants = {**_config(problem, name, row, arrays), **(config or {})}
-    sizes = _sizes(problem, row.tile_m, row.tile_n)
+    told = sizes.of(problem, row.tile_m, row.tile_n, params.by_sequence(name))
     common = {"softmax_scale": problem.softmax_scale, "scale_log2": problem.softmax_scale * features.LOG2_E}
     for feature, value in problem.on.items():
-        common |= features.BY_NAME[feature].values(value, problem.softmax_scale, problem.sizes)
+        common |= features.BY_NAME[feature].values(value, problem.softmax_scale, problem.most)
     known = params.layout(name, problem.dtype.real).offsets
     on_arrays = tuple(n for n in problem.on if features.BY_NAME[n].is_array and n in known)
     on_arrays += ("seed",) * ("dropout_p" in problem.on and "seed" in known)
+    on_arrays += tuple(n for n in sequences.ARRAYS if n in known and n in dict(problem.tensors))
     return Launch(
         kernel=name,
         real=problem.dtype.real,
         config=tuple(constants.items()),
-        grid=grid(sizes),
+        grid=grid(told),
         block=row.threads,
         smem_bytes=constants["SMEM_BYTES"],
         values=tuple(
             {
                 **{f"{n}_stride": t.strides for n, t in arrays.items()},
-                **{n: x for n, x in (sizes | common).items() if n in known},
+                **{n: x for n, x in (told | common).items() if n in known},
                 **(values or {}),
             }.items()
         ),
@@ -283,7 +272,7 @@ def _forward(problem: Problem, device: Device, family: str, notes: tuple[str, ..
         f"fwd_{family}",
         arrays,
         ("lse",) if "lse" in tensors else (),
-        lambda n: n["num_m_blocks"] * problem.num_heads_q * problem.batch,
+        lambda n: n["query_tiles"] * problem.num_heads_q,
     )
     return _finish(problem, family, [launch], {}, notes)
 
@@ -353,6 +342,10 @@ def _tilings(problem: Problem, device: Device) -> Iterator[_Tiling]:
 def _tiling(problem: Problem, device: Device) -> _Tiling:
     """The first, unless another promises to be clearly faster."""
     tilings = list(_tilings(problem, device))
+    if problem.varlen:
+        row = tilings[0].row
+        tiles = problem.tiles_per_head(problem.rows_q, problem.seqlen_q, row.tile_m) * problem.num_heads_q
+        return _Tiling(row, 1, _cdiv(problem.seqlen_q, row.tile_m), tiles, 1, 0)
     fastest = min(tilings, key=lambda tiling: tiling.seconds)
     return tilings[0] if tilings[0].seconds <= 1.1 * fastest.seconds else fastest
 
@@ -360,7 +353,7 @@ def _tiling(problem: Problem, device: Device) -> _Tiling:
 def _combine(problem: Problem, device: Device, splits: int) -> Launch:
     """What makes o and lse of those of the parts."""
     tensors = dict(problem.tensors)
-    rows = problem.batch * problem.num_heads_q * problem.seqlen_q
+    rows = problem.num_rows
     return _launch(
         problem,
         device,
@@ -375,6 +368,7 @@ def _combine(problem: Problem, device: Device, splits: int) -> Launch:
 def _forward_sm90(problem: Problem, device: Device, notes: tuple[str, ...]) -> Plan:
     tensors, tiling = dict(problem.tensors), _tiling(problem, device)
     row, pack, splits, split = tiling.row, tiling.pack, tiling.splits, tiling.splits > 1
+    dynamic = dict(row.knobs)["DYNAMIC"] or problem.varlen
     if tiling.tiles + device.sm_count > _MAX_GRID:
         raise Unsupported(f"fwd_sm90 would have {tiling.tiles} output tiles for {problem}; it counts to {_MAX_GRID}")
     if pack > 1:
@@ -392,9 +386,9 @@ def _forward_sm90(problem: Problem, device: Device, notes: tuple[str, ...]) -> P
         device,
         "fwd_sm90",
         arrays,
-        pointers + ("tile_counter",) * dict(row.knobs)["DYNAMIC"],
+        pointers + ("tile_counter",) * dynamic,
         lambda n: min(device.sm_count, tiling.tiles),
-        {"PACK": pack, "SPLIT": split, "Output": "float" if split else problem.dtype.element},
+        {"PACK": pack, "SPLIT": split, "Output": "float" if split else problem.dtype.element, "DYNAMIC": dynamic},
         {
             **values,
             "num_m_blocks": tiling.num_m_blocks,
@@ -460,9 +454,9 @@ def _feature_gradients(problem: Problem, device: Device) -> _FeatureGradients:
 
 def _backward_sm90(problem: Problem, device: Device, notes: tuple[str, ...]) -> Plan:
     tensors = dict(problem.tensors)
-    rows = problem.batch * problem.num_heads_q * problem.seqlen_q
+    rows = problem.num_rows
     row = _row(problem, KERNELS["bwd_sm90"], device)
-    num_m_blocks = _cdiv(problem.seqlen_q, row.tile_m)
+    num_m_blocks = sizes.num_flags(problem, row.tile_m)
     tiles = _cdiv(problem.seqlen_k, row.tile_n) * problem.num_heads_kv * problem.batch
     if tiles > _MAX_GRID:
         raise Unsupported(f"bwd_sm90 would have {tiles} key tiles for {problem}; it counts to {_MAX_GRID}")
@@ -472,7 +466,7 @@ def _backward_sm90(problem: Problem, device: Device, notes: tuple[str, ...]) -> 
     if not alone:
         workspace["dq_accum"] = rows * problem.head_dim * 4
     if ordered:
-        workspace["semaphore"] = problem.batch * problem.num_heads_q * num_m_blocks * 4
+        workspace["semaphore"] = problem.arrays_batch * problem.num_heads_q * num_m_blocks * 4
     delta = _launch(
         problem,
         device,
@@ -508,7 +502,7 @@ def _backward_sm90(problem: Problem, device: Device, notes: tuple[str, ...]) -> 
         "bwd_convert_sm90",
         {"dq": tensors["dq"]},
         ("dq_accum",),
-        lambda n: n["num_m_blocks"] * problem.num_heads_q * problem.batch,
+        lambda n: n["query_tiles"] * problem.num_heads_q,
         overlaps=True,
     )
     return _finish(problem, "sm90", [delta, main, convert, *more.after], workspace, notes)
@@ -518,16 +512,17 @@ def _backward(problem: Problem, device: Device, family: str, notes: tuple[str, .
     if family == "sm90":
         return _backward_sm90(problem, device, notes)
     tensors = dict(problem.tensors)
-    rows = problem.batch * problem.num_heads_q * problem.seqlen_q
+    rows = problem.num_rows
     name = f"bwd_{family}"
     through_accum = family != "simt"
     row = _row(problem, KERNELS[name], device)
+    num_m_blocks = sizes.num_flags(problem, row.tile_m)
     ordered = through_accum and problem.deterministic
     workspace = {"delta": rows * (8 if problem.dtype.real == "double" else 4)}
     if through_accum:
         workspace["dq_accum"] = rows * problem.head_dim * 4
     if ordered:
-        workspace["semaphore"] = problem.batch * problem.num_heads_q * _cdiv(problem.seqlen_q, row.tile_m) * 4
+        workspace["semaphore"] = problem.arrays_batch * problem.num_heads_q * num_m_blocks * 4
     given = {n: tensors[n] for n in ("q", "k", "v", "dout", "lse")}
     flags = {"DETERMINISTIC": ordered}
     more = _feature_gradients(problem, device)
@@ -537,10 +532,10 @@ def _backward(problem: Problem, device: Device, family: str, notes: tuple[str, .
         return lambda n: _cdiv(rows, tile_m)
 
     def per_key_tile(n: dict[str, int]) -> int:
-        return n["num_n_blocks"] * problem.num_heads_kv * problem.batch
+        return n["key_tiles"] * problem.num_heads_kv
 
     def per_query_tile(n: dict[str, int]) -> int:
-        return n["num_m_blocks"] * problem.num_heads_q * problem.batch
+        return n["query_tiles"] * problem.num_heads_q
 
     delta = _launch(
         problem,
@@ -549,7 +544,7 @@ def _backward(problem: Problem, device: Device, family: str, notes: tuple[str, .
         {n: tensors[n] for n in ("o", "dout", "dlse") if n in tensors},
         tuple(workspace),
         per_row(_row(problem, KERNELS["bwd_delta"], device).tile_m),
-        values={"num_m_blocks": _cdiv(problem.seqlen_q, row.tile_m)},
+        values={"num_m_blocks": num_m_blocks},
     )
     if not through_accum:
         every = {**given, **{n: tensors[n] for n in ("dq", "dk", "dv")}}

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from . import features
+from . import features, sequences
 
 MAX_HEAD_DIM = 256
 MAX_SIZE = 2**31 - 1
@@ -63,6 +63,12 @@ class Tensor(NamedTuple):
         return False
 
 
+def one_batch(tensor: Tensor) -> Tensor:
+    """A packed array as the one batch of another."""
+    (rows, *_), (stride, *_) = tensor.shape, tensor.strides
+    return tensor._replace(shape=(1, *tensor.shape), strides=(rows * stride, *tensor.strides))
+
+
 def contiguous(shape: tuple[int, ...], dtype: str) -> Tensor:
     strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
     return Tensor(shape, strides, dtype)
@@ -70,12 +76,13 @@ def contiguous(shape: tuple[int, ...], dtype: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Problem:
-    """One call. `tensors` holds every array that comes in or goes out, by its name in the kernels."""
+    """One call. `tensors` holds every array that comes in or goes out, by its name in the kernels. Packed ones are
+    there as arrays of one batch."""
 
     backward: bool
     dtype: Dtype
-    batch: int
-    seqlen_q: int
+    batch: int  # sequences
+    seqlen_q: int  # no sequence is longer
     seqlen_k: int
     num_heads_q: int
     num_heads_kv: int
@@ -92,6 +99,57 @@ class Problem:
         return self.num_heads_q // self.num_heads_kv
 
     @property
+    def packed(self) -> bool:
+        return "cu_seqlens_q" in dict(self.tensors)
+
+    @property
+    def gaps(self) -> bool:
+        """Whether sequences may be shorter than the room that they have. Where elements of arrays belong to positions,
+        too, so that none are looked for behind the longest sequence."""
+        names = dict(self.tensors).keys()
+        return bool(names & set(sequences.USED)) or (self.packed and bool(names & {"bias", "mask"}))
+
+    @property
+    def varlen(self) -> bool:
+        """Whether lengths are a matter of each sequence."""
+        return self.packed or self.gaps
+
+    @property
+    def arrays_batch(self) -> int:
+        return 1 if self.packed else self.batch
+
+    @property
+    def rows_q(self) -> int:
+        """Queries of a batch of the arrays."""
+        return dict(self.tensors)["q"].shape[1]
+
+    @property
+    def rows_k(self) -> int:
+        return dict(self.tensors)["k"].shape[1]
+
+    @property
+    def usual_seqlen_q(self) -> int:
+        """For which tiles are chosen: that of sequences, by which most time is taken where lengths differ."""
+        return min(self.seqlen_q, 2 * self.rows_q // max(self.batch, 1)) if self.packed else self.seqlen_q
+
+    @property
+    def num_rows(self) -> int:
+        """Of softmax: queries of all heads."""
+        return self.arrays_batch * self.num_heads_q * self.rows_q
+
+    def tiles_per_head(self, rows: int, seqlen: int, tile: int) -> int:
+        """Tiles of so many of a batch's queries or keys, of all sequences. Where lengths differ, numbers of tiles, of
+        which not all exist (sequences.cuh)."""
+        if not self.varlen:
+            return self.batch * -(-seqlen // tile)
+        return self.arrays_batch * rows // tile + self.batch * (1 + self.gaps) + self.packed
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of an array as the public functions have it."""
+        shape = dict(self.tensors)[name].shape
+        return shape[1:] if self.packed and name in _BATCHED else shape
+
+    @property
     def operands(self) -> tuple[tuple[str, Tensor], ...]:
         """The (batch, seqlen, heads, head_dim) tensors."""
         return tuple((name, t) for name, t in self.tensors if name in _OPERANDS)
@@ -105,6 +163,11 @@ class Problem:
     @property
     def sizes(self) -> features.Sizes:
         return features.Sizes(self.batch, self.num_heads_q, self.seqlen_q, self.seqlen_k)
+
+    @property
+    def most(self) -> features.Sizes:
+        """Sizes that no sequence exceeds, however wrong what was said of the longest is."""
+        return self.sizes._replace(seqlen_q=self.rows_q, seqlen_k=self.rows_k)
 
     @property
     def banded(self) -> bool:
@@ -131,7 +194,8 @@ class Problem:
         return dict(self.options).get(name)
 
     def __str__(self) -> str:
-        return describe(dict(self.tensors), self.softmax_scale, self.options)
+        shown = {name: tensor._replace(shape=self.shape(name)) for name, tensor in self.tensors}
+        return describe(shown, self.softmax_scale, self.options)
 
 
 def argument(name: str) -> str:
@@ -200,14 +264,39 @@ class _Checker:
         if takes := feature.shape_error(tensor.shape, sizes):
             self.fail(feature.name, f"shape {tensor.shape}", takes)
 
+    def integers(self, name: str, size: int, layout: str) -> None:
+        """What says where or how long sequences are."""
+        self.rank(name, 1, layout)
+        tensor = self.tensors[name]
+        if tensor.dtype not in sequences.DTYPES:
+            self.fail(name, f"dtype {tensor.dtype}", " or ".join(sequences.DTYPES), TypeError)
+        self.shape(name, (size,), layout)
+        if tensor.strides != (1,) and size > 1:
+            self.fail(name, f"strides {tensor.strides}", "an array without gaps")
+
+    def sequences(self) -> int:
+        """How many there are, by offsets."""
+        layout, offsets = "(batch + 1,)", self.tensors["cu_seqlens_q"]
+        self.rank("cu_seqlens_q", 1, layout)
+        if not offsets.shape[0]:
+            self.fail("cu_seqlens_q", "shape (0,)", f"{layout}, of which the first is 0")
+        for name in sequences.OFFSETS:
+            self.integers(name, offsets.shape[0], layout)
+        return offsets.shape[0] - 1
+
+    def lengths(self, batch: int) -> None:
+        for name in self.tensors.keys() & set(sequences.USED):
+            self.integers(name, batch, "(batch,)")
+
     def shape(self, name: str, shape: tuple[int, ...], layout: str) -> None:
         if self.tensors[name].shape != shape:
             self.fail(name, f"shape {self.tensors[name].shape}", f"{shape}: {layout}")
 
 
 _OPERANDS = ("q", "k", "v", "o", "dout", "dq", "dk", "dv")
-_LAYOUT = "(batch, seqlen, heads, head_dim)"
-_ROWS = "(batch, heads_q, seqlen_q)"
+_BATCHED = (*_OPERANDS, "lse", "dlse")
+_LAYOUT, _PACKED_LAYOUT = "(batch, seqlen, heads, head_dim)", "(tokens, heads, head_dim)"
+_ROWS, _PACKED_ROWS = "(batch, heads_q, seqlen_q)", "(heads_q, tokens)"
 
 
 def make(
@@ -219,51 +308,60 @@ def make(
     wants_lse: bool = False,
     gradients: tuple[str, ...] = (),
     options: dict[str, object] | None = None,
+    longest: tuple[int | None, int | None] = (None, None),
 ) -> Problem:
     """Check a call and turn it into a Problem, whose `tensors` are those given and the outputs.
 
     `tensors` holds q, k, v; for a forward the o to write to, if any; for a backward dout, o, lse, and dlse, if any;
-    and the arrays of features. `options` holds their scalars. `gradients` are the features whose gradients are wanted.
+    the arrays of features, and those that say where sequences are: with offsets all others are packed. `options` holds
+    the features' scalars. `gradients` are the features whose gradients are wanted. `longest` is what is known of the
+    longest sequence of packed queries and keys.
     """
     on, scale = tuple(features.check(options or {}).items()), check_scale(softmax_scale)
     check = _Checker(tensors, describe(tensors, softmax_scale, on))
     q, k, v = (tensors[name] for name in "qkv")
+    packed = "cu_seqlens_q" in tensors
+    layout, row_layout = (_PACKED_LAYOUT, _PACKED_ROWS) if packed else (_LAYOUT, _ROWS)
     for name in "qkv":
-        check.rank(name, 4, _LAYOUT)
+        check.rank(name, 4 - packed, layout)
     if q.dtype not in DTYPES:
         check.fail("q", f"dtype {q.dtype}", f"one of {', '.join(DTYPES)}", TypeError)
     dtype = DTYPES[q.dtype]
     for name in "kv":
         check.same_dtype(name, q.dtype, ", as q")
-    batch, seqlen_q, heads_q, head_dim = q.shape
-    _, seqlen_k, heads_kv, head_dim_v = v.shape
+    *lead, rows_q, heads_q, head_dim = q.shape
+    rows_k, heads_kv, head_dim_v = *k.shape[-3:-1], v.shape[-1]
     if not 1 <= head_dim <= MAX_HEAD_DIM:
         check.fail("q", f"head_dim {head_dim}", f"1 to {MAX_HEAD_DIM}")
     if not 1 <= head_dim_v <= MAX_HEAD_DIM:
         check.fail("v", f"head_dim {head_dim_v}", f"1 to {MAX_HEAD_DIM}")
     if heads_q < 1:
         check.fail("q", f"{heads_q} heads", "at least 1")
-    if k.shape[2] < 1:
-        check.fail("k", f"{k.shape[2]} heads", "at least 1")
-    if heads_q % k.shape[2]:
-        check.fail("q", f"{heads_q} heads", f"a multiple of k's {k.shape[2]}")
-    check.shape("k", (batch, k.shape[1], k.shape[2], head_dim), f"{_LAYOUT}, batch and head_dim as q")
-    check.shape("v", (batch, k.shape[1], k.shape[2], head_dim_v), f"{_LAYOUT}, batch as q, seqlen and heads as k")
-    outs, rows = (batch, seqlen_q, heads_q, head_dim_v), (batch, heads_q, seqlen_q)
+    if heads_kv < 1:
+        check.fail("k", f"{heads_kv} heads", "at least 1")
+    if heads_q % heads_kv:
+        check.fail("q", f"{heads_q} heads", f"a multiple of k's {heads_kv}")
+    as_q, as_k = ("", "tokens") if packed else ("batch and ", "batch as q, seqlen")
+    check.shape("k", (*lead, rows_k, heads_kv, head_dim), f"{layout}, {as_q}head_dim as q")
+    check.shape("v", (*lead, rows_k, heads_kv, head_dim_v), f"{layout}, {as_k} and heads as k")
+    outs, rows = (*lead, rows_q, heads_q, head_dim_v), (*lead, heads_q, rows_q)
     for name in ("o", "dout"):
         if name in tensors:
-            check.rank(name, 4, _LAYOUT)
+            check.rank(name, 4 - packed, layout)
             check.same_dtype(name, q.dtype, ", as q")
-            if tensors[name].shape != outs:
-                check.fail(name, f"shape {tensors[name].shape}", f"{outs}: (batch, seqlen_q, heads_q, head_dim_v)")
+            takes = "(tokens, heads_q, head_dim_v)" if packed else "(batch, seqlen_q, heads_q, head_dim_v)"
+            check.shape(name, outs, takes)
     for name in ("lse", "dlse"):
         if name in tensors:
-            check.rank(name, 3, _ROWS)
+            check.rank(name, 3 - packed, row_layout)
             check.same_dtype(name, REAL_DTYPES[dtype.real], f" for {q.dtype} inputs")
-            check.shape(name, rows, _ROWS)
+            check.shape(name, rows, row_layout)
+    batch = check.sequences() if packed else lead[0]
+    check.lengths(batch)
+    seqlen_q, seqlen_k = (n if most is None else most for n, most in zip((rows_q, rows_k), longest, strict=True))
     if not backward and "o" in tensors and tensors["o"].overlaps_itself():
         check.fail("o", f"strides {tensors['o'].strides} for shape {outs}", "an array whose elements do not overlap")
-    sizes = features.Sizes(batch, heads_q, seqlen_q, k.shape[1])
+    sizes = features.Sizes(batch, heads_q, seqlen_q, seqlen_k)
     for name in tensors.keys() & features.BY_NAME.keys():
         check.feature(features.BY_NAME[name], dtype, sizes)
     if backward:
@@ -274,19 +372,22 @@ def make(
     else:
         outputs = {"o": contiguous(outs, q.dtype)} if "o" not in tensors else {}
         outputs |= {"lse": contiguous(rows, REAL_DTYPES[dtype.real])} if wants_lse else {}
+    every = tensors | outputs
+    if packed:
+        every = {name: one_batch(tensor) if name in _BATCHED else tensor for name, tensor in every.items()}
     return Problem(
         backward=backward,
         dtype=dtype,
         batch=batch,
         seqlen_q=seqlen_q,
-        seqlen_k=k.shape[1],
+        seqlen_k=seqlen_k,
         num_heads_q=heads_q,
-        num_heads_kv=k.shape[2],
+        num_heads_kv=heads_kv,
         head_dim=head_dim,
         head_dim_v=head_dim_v,
         softmax_scale=1.0 / math.sqrt(head_dim) if scale is None else scale,
         options=on,
-        tensors=tuple((tensors | outputs).items()),
+        tensors=tuple(every.items()),
         outputs=tuple(outputs),
         deterministic=deterministic,
     )
@@ -295,5 +396,8 @@ def make(
 def backward_tensors(forward: Problem) -> dict[str, Tensor]:
     """What `make` takes for the backward of a forward call that returned lse, with contiguous out and dout."""
     tensors = dict(forward.tensors)
-    kept = ("q", "k", "v", "o", "lse", *(name for name in features.BY_NAME if name in tensors))
-    return {**{name: tensors[name] for name in kept}, "dout": tensors["o"]}
+    kept = ("q", "k", "v", "o", "lse", *(name for name in (*features.BY_NAME, *sequences.ARRAYS) if name in tensors))
+    given = {**{name: tensors[name] for name in kept}, "dout": tensors["o"]}
+    if not forward.packed:
+        return given
+    return {n: t._replace(shape=t.shape[1:], strides=t.strides[1:]) if n in _BATCHED else t for n, t in given.items()}

@@ -12,20 +12,28 @@ from __future__ import annotations
 
 import numpy as np
 
-from . import features
+from . import features, sequences
 from .features import Place, Sizes
 
 
-def attention(q, k, v, *, softmax_scale: float | None = None, **options):
+def attention(q, k, v, *, softmax_scale: float | None = None, seqused_q=None, seqused_k=None, **options):
     """softmax(score(softmax_scale * q k^T)) v and its log-sum-exp.
 
     Returns `out` (batch, seqlen_q, heads_q, head_dim_v) and `lse` (batch, heads_q, seqlen_q), both float64. A row
-    that sees no key has out 0, and lse -inf or its sink.
+    that sees no key has out 0, and lse -inf or its sink; one past seqused_q has 0 and -inf.
     """
-    q, k, v = _by_head(q, k, v)
-    with np.errstate(all="ignore"):
-        rows = _Rows(_scale(q, softmax_scale) * (q @ k.swapaxes(-1, -2)), options)
-        return rows.out(v).swapaxes(1, 2), rows.lse
+    if seqused_q is None and seqused_k is None:
+        return _attention(q, k, v, softmax_scale, options)
+    return _forward_of_each(q, k, v, {"seqused_q": seqused_q, "seqused_k": seqused_k}, softmax_scale, options)
+
+
+def attention_varlen(
+    q, k, v, cu_seqlens_q, cu_seqlens_k=None, *, softmax_scale=None, seqused_q=None, seqused_k=None, **options
+):
+    """The same of packed sequences: `out` (tokens, heads_q, head_dim_v) and `lse` (heads_q, tokens)."""
+    lengths = _lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    out, lse = _forward_of_each(*(np.asarray(a)[None] for a in (q, k, v)), lengths, softmax_scale, options)
+    return out[0], lse[0]
 
 
 def attention_backward(
@@ -38,36 +46,117 @@ def attention_backward(
     dlse=None,
     return_dbias: bool = False,
     return_dsinks: bool = False,
+    seqused_q=None,
+    seqused_k=None,
     **options,
 ):
     """The gradients dq, dk, dv[, dbias][, dsinks] of sum(out * dout) + sum(lse * dlse), float64, in the shapes of what
     they belong to."""
+    wanted = return_dbias, return_dsinks
+    if seqused_q is None and seqused_k is None:
+        return _backward(dout, q, k, v, softmax_scale, dlse, wanted, options)
+    lengths = {"seqused_q": seqused_q, "seqused_k": seqused_k}
+    return _backward_of_each(dout, q, k, v, lengths, softmax_scale, dlse, wanted, options)
+
+
+def attention_varlen_backward(
+    dout,
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k=None,
+    *,
+    softmax_scale: float | None = None,
+    dlse=None,
+    return_dbias: bool = False,
+    return_dsinks: bool = False,
+    seqused_q=None,
+    seqused_k=None,
+    **options,
+):
+    """The same of packed sequences."""
+    lengths = _lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    dout, q, k, v = (np.asarray(a)[None] for a in (dout, q, k, v))
+    dlse = None if dlse is None else np.asarray(dlse)[None]
+    found = _backward_of_each(dout, q, k, v, lengths, softmax_scale, dlse, (return_dbias, return_dsinks), options)
+    return *(gradient[0] for gradient in found[:3]), *found[3:]
+
+
+def _lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k) -> dict[str, object]:
+    cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    return dict(zip(sequences.ARRAYS, (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), strict=True))
+
+
+def _each(q, k, lengths: dict[str, object]):
+    """The sequences of a call, and how to take the queries' or keys' rows of an array that are one's."""
+    arrays = {name: np.asarray(value) for name, value in lengths.items() if value is not None}
+    batch = len(arrays["cu_seqlens_q"]) - 1 if "cu_seqlens_q" in arrays else len(q)
+    for x in sequences.each(batch, q.shape[1], k.shape[1], arrays):
+        yield x.batch, (slice(x.array, x.array + 1), x.queries), (slice(x.array, x.array + 1), x.keys)
+
+
+def _forward_of_each(q, k, v, lengths, softmax_scale, options):
+    q, k, v = map(np.asarray, (q, k, v))
+    out, lse = np.zeros((*q.shape[:3], v.shape[3])), np.full((q.shape[0], q.shape[2], q.shape[1]), -np.inf)
+    for batch, queries, keys in _each(q, k, lengths):
+        found = _attention(q[queries], k[keys], v[keys], softmax_scale, options, batch)
+        out[queries], lse.swapaxes(1, 2)[queries] = found[0], found[1].swapaxes(1, 2)
+    return out, lse
+
+
+def _backward_of_each(dout, q, k, v, lengths, softmax_scale, dlse, wanted, options):
+    dout, q, k, v = map(np.asarray, (dout, q, k, v))
+    dq, dk, dv = (np.zeros(a.shape) for a in (q, k, v))
+    extra = [np.zeros(np.shape(options[name])) for name, flag in zip(("bias", "sinks"), wanted, strict=True) if flag]
+    for batch, queries, keys in _each(q, k, lengths):
+        own_dlse = None if dlse is None else np.asarray(dlse).swapaxes(1, 2)[queries].swapaxes(1, 2)
+        tensors = dout[queries], q[queries], k[keys], v[keys]
+        found = _backward(*tensors, softmax_scale, own_dlse, wanted, options, batch)
+        dq[queries], dk[keys], dv[keys] = found[:3]
+        for total, part in zip(extra, found[3:], strict=True):
+            total += part
+    return dq, dk, dv, *extra
+
+
+def _attention(q, k, v, softmax_scale, options, batch: int | None = None):
+    """Of whole arrays, or of a sequence that is number `batch` of its call."""
+    q, k, v = _by_head(q, k, v)
+    with np.errstate(all="ignore"):
+        rows = _Rows(_scale(q, softmax_scale) * (q @ k.swapaxes(-1, -2)), options, batch)
+        return rows.out(v).swapaxes(1, 2), rows.lse
+
+
+def _backward(dout, q, k, v, softmax_scale, dlse, wanted, options, batch: int | None = None):
     heads_kv = np.shape(k)[2]
     q, dout, k, v = _by_head(q, dout, k, v)
     scale = _scale(q, softmax_scale)
     with np.errstate(all="ignore"):
-        rows = _Rows(scale * (q @ k.swapaxes(-1, -2)), options)
+        rows = _Rows(scale * (q @ k.swapaxes(-1, -2)), options, batch)
         delta = np.matmul(dout[..., None, :], rows.out(v)[..., None])[..., 0, 0]
         if dlse is not None:
             delta = delta - np.asarray(dlse, np.float64)
         visible, transposed = rows.visible, rows.visible.swapaxes(-1, -2)
         ds = np.where(visible, rows.p * (rows.weight * (dout @ v.swapaxes(-1, -2)) - delta[..., None]), 0.0)
-        dbias = summed_to(np.shape(options.get("bias", 0)), np.where(visible, ds * rows.slope_since_bias, 0.0))
+        dbias = np.zeros(np.shape(options.get("bias", 0)))
+        part = rows.place.of(dbias)
+        part += summed_to(part.shape, np.where(visible, ds * rows.slope_since_bias, 0.0))
         ds = np.where(visible, ds * rows.slope, 0.0)
         dq = scale * select_matmul(ds, k, visible)
         dk = scale * select_matmul(ds.swapaxes(-1, -2), q, transposed)
         dv = select_matmul((rows.weight * rows.p).swapaxes(-1, -2), dout, transposed)
         dsinks = (-rows.p_sink * delta).sum((0, 2))
-    extra = (dbias,) * return_dbias + (dsinks,) * return_dsinks
+    extra = tuple(gradient for gradient, flag in zip((dbias, dsinks), wanted, strict=True) if flag)
     return dq.swapaxes(1, 2), _per_kv_head(dk, heads_kv), _per_kv_head(dv, heads_kv), *extra
 
 
 class _Rows:
     """Rows of scores, (batch, heads_q, seqlen_q, seqlen_k), and what becomes of them."""
 
-    def __init__(self, s, options: dict[str, object]):
-        on, whole = features.check(options), Place.whole(Sizes(*s.shape))
-        self.visible = visibility(Sizes(*s.shape), options)
+    def __init__(self, s, options: dict[str, object], batch: int | None = None):
+        on, whole = features.check(options), Place.whole(Sizes(*s.shape), batch)
+        self.place = whole
+        self.visible = visibility(Sizes(*s.shape), options, batch)
         weight, (self.slope, self.slope_since_bias) = features.weight(on, whole), features.slopes(on, s, whole)
         self.weight = 1.0 if weight is None else weight
         s = np.where(self.visible, features.score(on, s, whole), -np.inf)
@@ -100,9 +189,9 @@ def select_matmul(weights, rows, visible, matmul=np.matmul):
     return product
 
 
-def visibility(sizes: Sizes, options: dict[str, object]):
+def visibility(sizes: Sizes, options: dict[str, object], batch: int | None = None):
     """Which query sees which key: (seqlen_q, seqlen_k), with batches and heads in front where they differ."""
-    seen = features.visible(features.check(options), Place.whole(sizes))
+    seen = features.visible(features.check(options), Place.whole(sizes, batch))
     return np.ones(sizes[2:], bool) if seen is None else seen
 
 

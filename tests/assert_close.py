@@ -23,10 +23,15 @@ _FACTOR = 2
 _RANDOM_ORDERS = 2
 
 
-def assert_attention(out, lse, q, k, v, *, softmax_scale: float | None = None, **options) -> None:
-    """Check what a forward call returned. `lse` may be None. Arrays are NumPy's."""
-    expected, expected_lse = reference.attention(q, k, v, softmax_scale=softmax_scale, **options)
-    ordinary = list(_ordinary(q, k, v, softmax_scale, options))
+def assert_attention(
+    out, lse, q, k, v, *, softmax_scale: float | None = None, batch: int | None = None, expected=None, **options
+) -> None:
+    """Check what a forward call returned. `lse` may be None. Arrays are NumPy's. Of a sequence, number `batch` of a
+    call, the caller says what is `expected`."""
+    if expected is None:
+        expected = reference.attention(q, k, v, softmax_scale=softmax_scale, **options)
+    expected, expected_lse = expected
+    ordinary = list(_ordinary(q, k, v, softmax_scale, options, batch))
     outs, lses = zip(*(x.attention() for x in ordinary), strict=True)
     allowances = ordinary[0].oracle_rounding()
     assert_close(out, expected, outs, "out", _rounding(q.dtype), allowances[0])
@@ -37,12 +42,15 @@ def assert_attention(out, lse, q, k, v, *, softmax_scale: float | None = None, *
 
 
 def assert_gradients(
-    gradients, dout, q, k, v, *, dlse=None, softmax_scale: float | None = None, differentiated=(), **options
-) -> None:
+    gradients, dout, q, k, v, *, dlse=None, softmax_scale: float | None = None, differentiated=(),
+    batch: int | None = None, expected=None, **options,
+) -> None:  # fmt: skip
     """Check the dq, dk, dv and the gradients of the features `differentiated` that a backward call returned."""
-    returns = {f"return_d{name}": True for name in differentiated}
-    expected = reference.attention_backward(dout, q, k, v, dlse=dlse, softmax_scale=softmax_scale, **returns, **options)
-    ordinary = list(_ordinary(q, k, v, softmax_scale, options))
+    if expected is None:
+        returns = {f"return_d{name}": True for name in differentiated}
+        call = {"dlse": dlse, "softmax_scale": softmax_scale, **returns, **options}
+        expected = reference.attention_backward(dout, q, k, v, **call)
+    ordinary = list(_ordinary(q, k, v, softmax_scale, options, batch))
     others = [x.gradients(dout, dlse) for x in ordinary]
     allowances = ordinary[0].given_rounding(dout, dlse)
     dtypes = {**dict.fromkeys("qkv", q.dtype), **{name: options[name].dtype for name in differentiated}}
@@ -114,11 +122,11 @@ def _finfo(dtype: np.dtype):
     return ml_dtypes.finfo(dtype)
 
 
-def _ordinary(q, k, v, softmax_scale: float | None, options: dict[str, object]) -> Iterator[Ordinary]:
+def _ordinary(q, k, v, softmax_scale: float | None, options: dict[str, object], batch=None) -> Iterator[Ordinary]:
     """Ordinary attention, summed in several ways."""
     rng = np.random.default_rng(0)
     seqlen_k, head_dim = k.shape[1], k.shape[3]
-    terms = Terms(Sizes(q.shape[0], q.shape[2], q.shape[1], seqlen_k), options)
+    terms = Terms(Sizes(q.shape[0], q.shape[2], q.shape[1], seqlen_k), options, batch)
     scale = 1 / np.sqrt(head_dim) if softmax_scale is None else softmax_scale
     keys, dims = np.arange(seqlen_k), np.arange(head_dim)
     yield Ordinary(q, k, v, scale, terms, keys, dims, _term_by_term)
@@ -138,11 +146,12 @@ def _term_by_term(a, b):
 class Terms:
     """The features of a call, for scores whose keys are in any order."""
 
-    def __init__(self, sizes: Sizes, options: dict[str, object]):
-        self.on, self.whole, self.options = features.check(options), Place.whole(sizes), options
+    def __init__(self, sizes: Sizes, options: dict[str, object], batch: int | None = None):
+        self.on, self.whole, self.options = features.check(options), Place.whole(sizes, batch), options
+        self.batch = batch
 
     def visible(self, keys):
-        return reference.visibility(self.whole.sizes, self.options)[..., keys]
+        return reference.visibility(self.whole.sizes, self.options, self.batch)[..., keys]
 
     def score(self, s, keys):
         return features.score(self.on, s[..., np.argsort(keys)], self.whole)[..., keys]
@@ -166,7 +175,10 @@ class Terms:
 
     def of_bias(self, ds, keys):
         """What is added up to be the gradient of the bias."""
-        return reference.summed_to(np.shape(self.on.get("bias", 0)), ds[..., np.argsort(keys)])
+        shape = np.shape(self.on.get("bias", 0))
+        if self.batch is not None:
+            shape = self.whole.of(np.zeros(shape)).shape
+        return reference.summed_to(shape, ds[..., np.argsort(keys)])
 
 
 class Ordinary:

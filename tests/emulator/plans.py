@@ -48,6 +48,7 @@ def build(launches: Iterable[Launch]) -> None:
 
 def _tensor_map(array: np.ndarray, pointer: int, box: tuple[int, ...]) -> bytes:
     """A tensor map as runtime/bulk.cpp reads it, held to the rules of cuTensorMapEncodeTiled."""
+    array = array[None] if array.ndim == 3 else array  # packed
     batch, seqlen, heads, head_dim = array.shape
     strides = [array.strides[i] for i in (3, 1, 2, 0)]
     extents = (head_dim, seqlen, heads, batch)

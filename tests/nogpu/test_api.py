@@ -289,9 +289,16 @@ def test_signatures():
     forward = inspect.signature(pyflash.flash_attention)
     backward = inspect.signature(pyflash.flash_attention_backward)
     options = "softmax_scale=None, " + ", ".join(f"{f.name}={f.default}" for f in features.FEATURES) + ", seed=None"
-    assert str(forward) == f"(q, k, v, *, {options}, return_lse=False, out=None)"
+    used = "seqused_q=None, seqused_k=None"
+    assert str(forward) == f"(q, k, v, *, {options}, {used}, return_lse=False, out=None)"
     returns = ", ".join(f"return_d{f.name}=False" for f in features.FEATURES if f.has_gradient)
-    assert str(backward) == f"(dout, q, k, v, out, lse, *, {options}, dlse=None, deterministic=False, {returns})"
+    gradients = f"dlse=None, deterministic=False, {returns}"
+    assert str(backward) == f"(dout, q, k, v, out, lse, *, {options}, {used}, {gradients})"
+    offsets = f"cu_seqlens_q, cu_seqlens_k=None, *, max_seqlen_q=None, max_seqlen_k=None, {used}"
+    varlen = inspect.signature(pyflash.flash_attention_varlen)
+    assert str(varlen) == f"(q, k, v, {offsets}, {options}, return_lse=False, out=None)"
+    varlen = inspect.signature(pyflash.flash_attention_varlen_backward)
+    assert str(varlen) == f"(dout, q, k, v, out, lse, {offsets}, {options}, {gradients})"
 
 
 @pytest.mark.parametrize("name", pyflash.__all__)

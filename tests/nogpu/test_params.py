@@ -51,7 +51,8 @@ def test_layout_equals_that_of_the_compiler(tmp_path):
     prints = []
     for number, (kernel, real) in enumerate(TABLES):
         space = f"table_{number}"
-        types = "using Element = unsigned short; using Bias = Element; using Output = float;"
+        types = "using Element = unsigned short; using Bias = Element; using Output = float; "
+        types += "using CuSeqlensQ = int; using CuSeqlensK = int; using SeqUsedQ = int; using SeqUsedK = int;"
         parts.append(f"namespace {space} {{\nnamespace cfg {{ {types} }}")
         parts.append(params.c_struct(kernel, real) + "}")
         prints.append(f'std::printf("{space} sizeof %zu\\n", sizeof({space}::Params));')

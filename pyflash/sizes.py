@@ -1,0 +1,44 @@
+"""What kernels are told of a problem's sizes, and of where its sequences are."""
+
+from __future__ import annotations
+
+from . import sequences
+from .problem import Problem
+
+
+def of(problem: Problem, tile_m: int, tile_n: int, by_sequence: bool) -> dict[str, int]:
+    """What a kernel is told of sizes, and how many tiles of queries and of keys a head has in all."""
+    return {
+        "batch": problem.batch if by_sequence else problem.arrays_batch,
+        "seqlen_q": problem.seqlen_q if by_sequence else problem.rows_q,
+        "seqlen_k": problem.seqlen_k if by_sequence else problem.rows_k,
+        "rows_q": problem.rows_q,
+        "rows_k": problem.rows_k,
+        "max_seqlen_q": problem.seqlen_q,
+        "max_seqlen_k": problem.seqlen_k,
+        **dict.fromkeys(("first_q", "first_k", "no_sequence"), 0),
+        "query_tiles": problem.tiles_per_head(problem.rows_q, problem.seqlen_q, tile_m),
+        "key_tiles": problem.tiles_per_head(problem.rows_k, problem.seqlen_k, tile_n),
+        "num_heads_q": problem.num_heads_q,
+        "num_heads_kv": problem.num_heads_kv,
+        "qheads_per_kv": problem.qheads_per_kv,
+        "head_dim": problem.head_dim,
+        "head_dim_v": problem.head_dim_v,
+        "num_m_blocks": -(-problem.seqlen_q // tile_m),
+        "num_n_blocks": -(-problem.seqlen_k // tile_n),
+    }
+
+
+def config(problem: Problem) -> dict[str, object]:
+    """Of a kernel that works by sequences."""
+    tensors = dict(problem.tensors)
+    types = {
+        kernels: sequences.DTYPES[tensors[name].dtype if name in tensors else "int32"]
+        for name, kernels in zip(sequences.ARRAYS, ("CuSeqlensQ", "CuSeqlensK", "SeqUsedQ", "SeqUsedK"), strict=True)
+    }
+    return {"PACKED": problem.packed, "GAPS": problem.gaps, **types}
+
+
+def num_flags(problem: Problem, tile_m: int) -> int:
+    """Flags of the query tiles of a head, in each batch of the arrays: no more than rows, as bwd_delta zeroes them."""
+    return problem.rows_q if problem.varlen else -(-problem.seqlen_q // tile_m)

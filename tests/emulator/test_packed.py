@@ -1,0 +1,145 @@
+"""Every kernel on sequences of their own lengths: against the oracle, and with offsets that lie."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+import numpy as np
+import plans
+import pytest
+from cases import CAUSAL, Case
+from packed import PACKED, Packed
+from problems import device_of
+
+from pyflash.errors import Unsupported
+from pyflash.plan import Plan
+from pyflash.plan import plan as plan_launches
+from pyflash.tiles import FAMILIES, KERNELS
+
+DEVICE = dataclasses.replace(device_of((9, 0)), sm_count=2)
+DIRECTIONS = ("forward", "backward")
+
+
+def kernel_of(family: str, direction: str) -> str:
+    return f"{'fwd' if direction == 'forward' else 'bwd'}_{family}"
+
+
+def taken(family: str, which: Packed, turn: int) -> Packed:
+    """In a dtype of the family's."""
+    dtypes, case = KERNELS[kernel_of(family, "forward")].dtypes, which.case
+    dtype = case.dtype if case.dtype in dtypes else dtypes[turn % len(dtypes)]
+    return dataclasses.replace(which, case=dataclasses.replace(case, dtype=dtype))
+
+
+def inputs(which: Packed, direction: str) -> dict[str, np.ndarray]:
+    arrays, more = which.arrays(), {**which.lengths(), **which.whole.feature_arrays()}
+    if direction == "forward":
+        return {**{name: arrays[name] for name in "qkv"}, **more}
+    out, lse = which.reference_forward(arrays)
+    return {**arrays, **more, "o": out.astype(arrays["q"].dtype), "lse": lse.astype(which.case.lse_dtype)}
+
+
+def plan_of(family: str, direction: str, which: Packed, arrays: dict[str, np.ndarray], **call) -> Plan:
+    problem = plans.make_problem(
+        arrays,
+        backward=direction == "backward",
+        softmax_scale=which.case.softmax_scale,
+        options=which.whole.scalars,
+        gradients=which.case.differentiated if direction == "backward" else (),
+        longest=which.longest if which.bounded else (None, None),
+        **call,
+    )
+    return plan_launches(problem, DEVICE, (family,))
+
+
+def plan_or_skip(family: str, *call, **options) -> Plan:
+    try:
+        return plan_of(family, *call, **options)
+    except Unsupported as reason:
+        if family != "sm90":
+            raise
+        pytest.skip(str(reason))
+
+
+def check(which: Packed, arrays: dict[str, np.ndarray], results: dict[str, np.ndarray]) -> None:
+    if "dout" in arrays:
+        which.check_backward(arrays, results)
+    else:
+        which.check_forward(arrays, results["o"], results.get("lse"))
+
+
+def unbatched(plan: Plan, results: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Results in the shapes of the public functions."""
+    return {name: array.reshape(plan.problem.shape(name)) for name, array in results.items()}
+
+
+def run(plan: Plan, arrays: dict[str, np.ndarray], which: Packed, **options) -> dict[str, np.ndarray]:
+    return unbatched(plan, plans.run_plan(plan, arrays, dropout_seed=which.case.dropout_seed, **options))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built_ahead(request):
+    launches = []
+    for item in request.session.items:
+        found = item.callspec.params if hasattr(item, "callspec") and item.fspath == request.fspath else {}
+        if "name" in found:
+            family, direction, name = (found[key] for key in ("family", "direction", "name"))
+            which = taken(family, PACKED[name], list(PACKED).index(name))
+            with contextlib.suppress(Unsupported):
+                launches += plan_of(family, direction, which, inputs(which, direction)).launches
+    plans.build(launches)
+
+
+@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed(family, direction, name):
+    turn = list(PACKED).index(name)
+    which = taken(family, PACKED[name], turn)
+    arrays = inputs(which, direction)
+    plan = plan_or_skip(family, direction, which, arrays)
+    first = run(plan, arrays, which, seed=turn)
+    check(which, arrays, first)
+    # Atomic additions come in one order only if CTAs run one after the other.
+    again = run(plan, arrays, which, seed=turn + 1, resident=1 if direction == "backward" else 2)
+    for key, result in first.items():
+        assert key == "dbias" or result.tobytes() == again[key].tobytes(), key
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_deterministic_gradients(family):
+    which = taken(family, Packed((150, 7, 70), (200, 9, 130), Case(heads_q=4, options=CAUSAL), room=(0, 5)), 0)
+    arrays = inputs(which, "backward")
+    plan = plan_or_skip(family, "backward", which, arrays, deterministic=True)
+    first, *others = (run(plan, arrays, which, seed=seed, resident=3) for seed in range(3))
+    check(which, arrays, first)
+    for other in others:
+        assert all(first[key].tobytes() == other[key].tobytes() for key in first)
+
+
+LIES = {
+    "past the end": [0, 40, 400, 900],
+    "far past the end": [0, 2**31 - 1, 2**31 - 1, 2**31 - 1],
+    "negative": [-70, -5, -3, 100],
+    "falling": [0, 120, 30, 90],
+    "short of the end": [0, 10, 20, 50],
+    "not from 0 on": [33, 50, 60, 200],
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_offsets_that_lie_touch_nothing_else(family, direction, lie):
+    """The emulator would tell of what lies outside of the arrays. Rows behind the last sequence give zero."""
+    which = taken(family, Packed((100, 40, 60), (90, 80, 30), Case(options=CAUSAL), bounded=False), 1)
+    arrays = inputs(which, direction)
+    for side in "qk":
+        arrays[f"cu_seqlens_{side}"] = np.array(LIES[lie], "int32")
+    plan = plan_or_skip(family, direction, which, arrays)
+    results = run(plan, arrays, which, seed=2)
+    if lie == "short of the end":
+        for name, result in results.items():
+            rest = result[:, 50:] if name == "lse" else result[50:]
+            assert (rest == (-np.inf if name == "lse" else 0)).all(), name
