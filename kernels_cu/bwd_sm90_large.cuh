@@ -20,7 +20,7 @@
 //
 // Shared memory (struct Smem): k, v; rings of STAGES q, lse and do, delta; two pT and two ds.
 #pragma once
-#include "bwd_sm90.cuh"
+#include "bwd_sm90_store.cuh"
 
 namespace products_divided {
 
@@ -135,7 +135,7 @@ __device__ __forceinline__ void compute_probabilities(const Params& p, Smem& sme
       if (++m_block == tile.q_tiles.end) m_block = tile.q_tiles.begin, head.head++;
     }
     if (steps && lane == 0) mbarrier_arrive(&smem.k_empty);
-    store_gradient<TILE_DV>(p.dv, p.dv_stride, tile, warp_key, p.seqlen_k, p.head_dim_v, dv_rmem, 1.f, lane);
+    store_gradient<TILE_DV>(p.dv, p.dv_stride, tile, warp_key, p.seqlen_k, p.head_dim_v, dv_rmem, kept_scale(p), lane);
     if (HIDES_KEYS && dv_lacks) add_nonfinite_to_dv(p, tile, warp_key, lane);
   });
 }
@@ -270,6 +270,7 @@ template <class Smem> __device__ __forceinline__ void run(const Params& p, Smem&
     compute_probabilities(p, smem, lane);
   } else {
     setmaxnreg_inc<cfg::CONSUMER_REGISTERS>();
+    if (ADDS_TO_SUMS) await_launches_before();
     compute_score_gradients(p, smem, lane);
   }
 }

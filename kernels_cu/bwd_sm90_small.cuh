@@ -23,7 +23,7 @@
 // Shared memory (struct Smem): k, v; a ring of STAGES q, do, lse, delta; two ds. Each buffer has a "full" and an
 // "empty" mbarrier; `empty` is of a whole stage.
 #pragma once
-#include "bwd_sm90.cuh"
+#include "bwd_sm90_store.cuh"
 
 namespace keys_divided {
 
@@ -176,7 +176,7 @@ __device__ __forceinline__ void consume(const Params& p, Smem& smem, int consume
       if (++m_block == tile.q_tiles.end) m_block = tile.q_tiles.begin, head.head++;
     }
     if (steps && lane == 0) mbarrier_arrive(&smem.k_empty);
-    store_gradient<TILE_DV>(p.dv, p.dv_stride, tile, warp_key, p.seqlen_k, p.head_dim_v, dv_rmem, 1.f, lane);
+    store_gradient<TILE_DV>(p.dv, p.dv_stride, tile, warp_key, p.seqlen_k, p.head_dim_v, dv_rmem, kept_scale(p), lane);
     if (HIDES_KEYS && dv_lacks) add_nonfinite_to_dv(p, tile, warp_key, lane);
     store_gradient<TILE_D>(p.dk, p.dk_stride, tile, warp_key, p.seqlen_k, p.head_dim, dk_rmem, p.softmax_scale, lane);
     if (cfg::ALONE) zero_unvisited_dq(p, tile, consumer * WG_WARPS + warp, CONSUMERS * WG_WARPS, lane);
@@ -223,6 +223,7 @@ template <class Smem> __device__ __forceinline__ void run(const Params& p, Smem&
     accumulate_dq(p, smem);
   } else {
     setmaxnreg_inc<cfg::CONSUMER_REGISTERS>();
+    if (ADDS_TO_SUMS) await_launches_before();
     if (cfg::PING_PONG && warpgroup == CONSUMERS + 1) named_barrier_arrive(TURN, TURN_THREADS);
     consume(p, smem, warpgroup - 2, lane);
   }

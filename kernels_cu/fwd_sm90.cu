@@ -218,7 +218,8 @@ fwd_sm90(const __grid_constant__ Params params) {
   // ---- Softmax
   auto first_key = [&](int n) {  // of the lane's in a key tile
     const int key = n * TILE_N + lane % 4 * 2;
-    return BY_ELEMENT ? (int)opaque(key) : key;  // nothing made from it before the scores are there
+    // Nothing is made from it before the scores are there. What random bits are shared by the compiler knows to be 0.
+    return BY_ELEMENT ? (int)opaque(key) & ~9 : key;
   };
   auto modify = [&](int n) {
     const int kv0 = first_key(n);
@@ -240,9 +241,16 @@ fwd_sm90(const __grid_constant__ Params params) {
     }
     unchecked = HIDES_KEYS;
   };
-  auto round_p = [&]() {
+  auto round_p = [&](int n) {  // what is kept of it
+    constexpr bool SHARES = cfg::PACK == 1;  // random bits, by rows of one head
+    const int kv0 = first_key(n);
+    const Scorer scorers[2] = {{p, {work.batch, head(work, 0)}, SHARES ? query(work, 0) & ~8 : query(work, 0), kv0},
+                               {p, {work.batch, head(work, 1)}, query(work, 1), kv0}};
 #pragma unroll
-    for (int i = 0; i < KEY_STEPS * 4; i++) p_rmem[i / 4][i % 4] = pack2<Element>(s_rmem[2 * i], s_rmem[2 * i + 1]);
+    for (int i = 0; i < KEY_STEPS * 4; i++) {
+      const u32 pair = pack2<Element>(s_rmem[2 * i], s_rmem[2 * i + 1]);
+      p_rmem[i / 4][i % 4] = scorers[SHARES ? 0 : i % 2].kept(pair, SHARES ? i % 2 * 8 : 0, i / 2 * 8);
+    }
   };
   auto rescale = [&](const float (&factor)[2]) {
 #pragma unroll
@@ -286,8 +294,10 @@ fwd_sm90(const __grid_constant__ Params params) {
       }
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        x[r] = Scorer(p, {work.batch, head(work, r)}, queries[r], key).score(quad_sum(x[r]), 0, 0);
+        const Scorer scorer(p, {work.batch, head(work, r)}, queries[r], key);
+        x[r] = scorer.score(quad_sum(x[r]), 0, 0);
         x[r] = ex2(fmaf(x[r], scale, -exponent_origin(softmax.reference[r])));
+        x[r] = kept(scorer.marked(x[r], 0, 0));
         x[r] = to_real(Dtype<Element>::from_real(x[r]));
       }
       const bool seen[2] = {visible(p, queries[0], key, {work.batch, head(work, 0)}),
@@ -311,7 +321,7 @@ fwd_sm90(const __grid_constant__ Params params) {
     modify(n);
     if (!is_full(range, n)) hide(n);
     softmax.take_raised<true>(s_rmem, scale, factor);
-    round_p();
+    round_p(n);
   };
   auto raising_step = [&](int n) {
     float factor[2];
@@ -328,7 +338,7 @@ fwd_sm90(const __grid_constant__ Params params) {
     }
     finish_output();
     if (raised) rescale(factor);
-    round_p();
+    round_p(n);
   };
   auto full_step = [&](int n) {
     start_step();
@@ -349,7 +359,7 @@ fwd_sm90(const __grid_constant__ Params params) {
       release_k(n);
     }
     k.advance();
-    round_p();
+    round_p(n);
   };
 
   // ---- The end of an output tile
@@ -363,6 +373,7 @@ fwd_sm90(const __grid_constant__ Params params) {
     for (int r = 0; r < 2; r++) {
       float lse;
       softmax.finish(r, inverse[r], lse);
+      inverse[r] *= kept_scale(p);
       if (p.lse && lane % 4 == 0 && query(work, r) < p.seqlen_q) {
         p.lse[rows_begin(p, flat_head(p, place(work), head(work, r))) + query(work, r)] = lse;
       }

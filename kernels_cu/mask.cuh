@@ -193,6 +193,9 @@ __device__ __forceinline__ bool visible(const Params& p, int q_idx, int kv_idx, 
 // where softcap is flat.
 constexpr bool KEEPS_SCORES = cfg::SCORE_MOD || (cfg::SOFTCAP && sizeof(cfg::Element) > 2);
 
+// Whether gradient() adds to sums that a launch before has begun.
+constexpr bool ADDS_TO_SUMS = cfg::BIAS;
+
 // What the softmax of a row starts from, in units of log2.
 __device__ __forceinline__ Real row_start(const Params& p, const Head& at) {
   if (!cfg::SINKS || (VARLEN && p.no_sequence)) return Real(NEG_INF);
@@ -327,6 +330,7 @@ struct Scorer {
     return prob != 0 ? prob * slope : prob;
   }
   __device__ __forceinline__ Real weighed(Real weight, Real dp, Real delta, int q_offset, int kv_offset) const {
+    if constexpr (DROPS) dp = marked(1, q_offset, kv_offset) > 0 ? dp * kept_scale(p) : Real(0);
     const Real ds = weight * (dp - delta);
     add_to_dbias(weight, ds, q_offset, kv_offset);
     return ds;

@@ -267,7 +267,7 @@ class _Bias(_Broadcast):
     name, takes = "bias", "None or an array that broadcasts to (batch, heads_q, seqlen_q, seqlen_k)"
     changes_scores = has_gradient = True
     flags = ("BIAS",)
-    kernels = SIMT + SM80
+    kernels = SIMT + SM80 + SM90
     fields = (
         Field(
             "bias", "pointer", "const cfg::Bias*", "(batch, num_heads_q, seqlen_q, seqlen_k), strides may be 0; BIAS"
@@ -293,7 +293,7 @@ class _Mask(_Broadcast):
     name, takes = "mask", "None or a boolean array that broadcasts to (batch, heads_q, seqlen_q, seqlen_k)"
     hides_anywhere = True
     flags = ("MASK",)
-    kernels = SIMT + SM80
+    kernels = SIMT + SM80 + SM90
     fields = (
         Field("mask", "pointer", "const unsigned char*", "(batch, num_heads_q, seqlen_q, seqlen_k); MASK"),
         Field("mask_stride", "i64", "long long", "elements: batch, head, query, key", 4),
@@ -349,7 +349,7 @@ class _Dropout(Feature):
     name, default, takes = "dropout_p", 0.0, "a number from 0 up to but not including 1"
     by_element = True
     flags = ("DROPOUT",)
-    kernels = SIMT + SM80
+    kernels = SIMT + SM80 + SM90
     fields = (
         Field("dropout_threshold", "i32", "int", "of 65536; DROPOUT"),
         Field("dropout_scale", "real", "{real}", "1 / (1 - threshold / 65536)"),

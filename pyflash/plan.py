@@ -123,6 +123,8 @@ def _obstacle(problem: Problem, device: Device, name: str) -> str | None:
         return "does not take sequences of their own lengths"
     if untaken := [feature for feature in problem.on if name not in features.BY_NAME[feature].kernels]:
         return f"does not take {' and '.join(untaken)}"
+    if name == "bwd_sm90" and "dbias" in dict(problem.tensors) and {"softcap", "score_mod"} <= problem.on.keys():
+        return "does not take softcap and score_mod where return_dbias is True"
     if kernel.only_capability not in (None, device.capability):
         return "made for compute capability {}.{} alone".format(*kernel.only_capability)
     if device.capability < kernel.min_capability:
@@ -467,6 +469,8 @@ def _backward_sm90(problem: Problem, device: Device, notes: tuple[str, ...]) -> 
         workspace["dq_accum"] = rows * problem.head_dim * 4
     if ordered:
         workspace["semaphore"] = problem.arrays_batch * problem.num_heads_q * num_m_blocks * 4
+    more = _feature_gradients(problem, device)
+    every_piece = workspace | more.workspace
     delta = _launch(
         problem,
         device,
@@ -481,7 +485,7 @@ def _backward_sm90(problem: Problem, device: Device, notes: tuple[str, ...]) -> 
         device,
         "bwd_sm90",
         {n: tensors[n] for n in ("q", "k", "v", "dout", "lse", "dk", "dv", *("dq",) * alone)},
-        tuple(workspace),
+        (*workspace, *more.pointers),
         # CTAs that wait for each other's sums take one tile each, in the order in which the GPU starts them.
         lambda _: tiles if ordered else min(device.sm_count, tiles),
         {"DETERMINISTIC": ordered, "ALONE": alone},
@@ -493,9 +497,8 @@ def _backward_sm90(problem: Problem, device: Device, notes: tuple[str, ...]) -> 
         },
         overlaps=True,
     )
-    more = _feature_gradients(problem, device)
     if alone:
-        return _finish(problem, "sm90", [delta, main, *more.after], workspace, notes)
+        return _finish(problem, "sm90", [*more.before, delta, main, *more.after], every_piece, notes)
     convert = _launch(
         problem,
         device,
@@ -505,7 +508,7 @@ def _backward_sm90(problem: Problem, device: Device, notes: tuple[str, ...]) -> 
         lambda n: n["query_tiles"] * problem.num_heads_q,
         overlaps=True,
     )
-    return _finish(problem, "sm90", [delta, main, convert, *more.after], workspace, notes)
+    return _finish(problem, "sm90", [*more.before, delta, main, convert, *more.after], every_piece, notes)
 
 
 def _backward(problem: Problem, device: Device, family: str, notes: tuple[str, ...]) -> Plan:

@@ -470,8 +470,7 @@ CASES: dict[str, Case] = {
     ),
     "documents": Case(seqlen_q=140, heads_q=4, options=(("mask_mod", "documents"),), dlse=True),
     "documents, wide heads": Case(
-        1, 70, 150, 2, 1, 192, 256, values="times 3",
-        options=(("score_mod", "relative bias"), ("mask_mod", "documents")),
+        1, 70, 150, 2, 1, 192, 256, options=(("score_mod", "relative bias"), ("mask_mod", "documents"))
     ),
     "prefix, softcap": Case(seqlen_q=100, options=(("softcap", 5.0), ("mask_mod", "prefix"))),
     "everything": Case(
