@@ -16,7 +16,8 @@ constexpr int D_CHUNKS = (TILE_D + CHUNK - 1) / CHUNK, DV_CHUNKS = (TILE_DV + CH
 constexpr int D_STEPS = TILE_D / 16, KEY_STEPS = TILE_N / 16;  // steps of a product's summed dimension
 constexpr int CONSUMER_WARPS = CONSUMERS * WARPGROUP / WARP;
 constexpr bool PING_PONG = CONSUMERS > 1;
-static_assert(!VARLEN || (cfg::DYNAMIC && cfg::PACK == 1 && !cfg::SPLIT), "numbers of tiles may have none");
+constexpr bool DYNAMIC = cfg::DYNAMIC || VARLEN;  // whether tiles are handed out as CTAs get free
+static_assert(!VARLEN || (cfg::PACK == 1 && !cfg::SPLIT), "one head in a tile, and all keys");
 static_assert(cfg::NUM_THREADS == (CONSUMERS + 1) * WARPGROUP, "one warpgroup loads, the others compute");
 static_assert(TILE_N % 16 == 0 && TILE_D % 16 == 0 && TILE_DV % 16 == 0, "wgmma sums in steps of 16");
 
@@ -152,14 +153,14 @@ __device__ __forceinline__ void produce(const Params& params, Smem& smem) {
     q.advance();
     if (!work.valid()) break;
     round++;
-    index = cfg::DYNAMIC ? gridDim.x + atomicAdd(p.tile_counter, 1)
+    index = DYNAMIC ? gridDim.x + atomicAdd(p.tile_counter, 1)
                          : round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
     for (int n = range.end - 1; n >= range.begin; n--) {
       if (n > range.begin) load_k(n - 1);
       load_v(n);
     }
   }
-  if (cfg::DYNAMIC && atomicAdd(p.tile_counter + 1, 1) == (int)gridDim.x - 1) {
+  if (DYNAMIC && atomicAdd(p.tile_counter + 1, 1) == (int)gridDim.x - 1) {
     p.tile_counter[0] = p.tile_counter[1] = 0;  // the last to ask leaves zeros for the next launch
   }
 }
