@@ -358,9 +358,7 @@ def make(
             check.shape(name, rows, row_layout)
     batch = check.sequences() if packed else lead[0]
     check.lengths(batch)
-    seqlen_q, seqlen_k = (
-        n if most is None else most for n, most in zip((rows_q, rows_k), longest, strict=True)
-    )
+    seqlen_q, seqlen_k = (n if most is None else most for n, most in zip((rows_q, rows_k), longest, strict=True))
     if not backward and "o" in tensors and tensors["o"].overlaps_itself():
         check.fail("o", f"strides {tensors['o'].strides} for shape {outs}", "an array whose elements do not overlap")
     sizes = features.Sizes(batch, heads_q, seqlen_q, seqlen_k)
