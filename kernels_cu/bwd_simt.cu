@@ -77,9 +77,15 @@ bwd_simt(const __grid_constant__ Params params) {
   const int own_head = tile.head, batch = tile.batch;
   const int own0 = block * OWN, thread_row = simt::thread_row(), thread_col = simt::thread_col();
 
-  const auto q = [&](int head) { return simt::matrix(p.q, p.q_stride, q_begin(p, batch, p.q_stride), head, p.seqlen_q, p.head_dim); };
-  const auto k = [&](int head) { return simt::matrix(p.k, p.k_stride, k_begin(p, batch, p.k_stride), head, p.seqlen_k, p.head_dim); };
-  const auto v = [&](int head) { return simt::matrix(p.v, p.v_stride, k_begin(p, batch, p.v_stride), head, p.seqlen_k, p.head_dim_v); };
+  const auto q = [&](int head) {
+    return simt::matrix(p.q, p.q_stride, q_begin(p, batch, p.q_stride), head, p.seqlen_q, p.head_dim);
+  };
+  const auto k = [&](int head) {
+    return simt::matrix(p.k, p.k_stride, k_begin(p, batch, p.k_stride), head, p.seqlen_k, p.head_dim);
+  };
+  const auto v = [&](int head) {
+    return simt::matrix(p.v, p.v_stride, k_begin(p, batch, p.v_stride), head, p.seqlen_k, p.head_dim_v);
+  };
   const auto dout = [&](int head) {
     return simt::matrix(p.dout, p.dout_stride, q_begin(p, batch, p.dout_stride), head, p.seqlen_q, p.head_dim_v);
   };

@@ -20,20 +20,21 @@
 #include "bwd_sm90_small.cuh"
 
 // A template, so that only the schedule that fits the constants is made.
-template <bool LARGE_HEADS, class P> __device__ __forceinline__ void run(const P& p, unsigned char* smem_raw) {
+template <bool LARGE_HEADS, class Own> __device__ __forceinline__ void run(Own& own, unsigned char* smem_raw) {
   auto with = [&](auto& smem) -> auto& {
     static_assert(sizeof(smem) == cfg::SMEM_BYTES, "tiles.py and Smem disagree");
     return smem;
   };
   if constexpr (LARGE_HEADS) {
-    products_divided::run(p, with(*reinterpret_cast<products_divided::Smem*>(smem_raw)));
+    products_divided::run(own, with(*reinterpret_cast<products_divided::Smem*>(smem_raw)));
   } else {
-    keys_divided::run(p, with(*reinterpret_cast<keys_divided::Smem*>(smem_raw)));
+    keys_divided::run(own, with(*reinterpret_cast<keys_divided::Smem*>(smem_raw)));
   }
 }
 
 extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS)
-bwd_sm90(const __grid_constant__ Params p) {
+bwd_sm90(const __grid_constant__ Params params) {
   extern __shared__ __align__(1024) unsigned char smem_raw[];
-  run<cfg::LARGE_HEADS>(p, smem_raw);
+  Own<VARLEN> own(params);
+  run<cfg::LARGE_HEADS>(own, smem_raw);
 }

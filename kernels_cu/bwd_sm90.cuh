@@ -46,7 +46,19 @@ struct Work {
 // accumulate_dq). Fewer CTAs take pairs of tiles, the i-th and the i-th last of a head: in causal heads, where tiles
 // have less to do the later they come, pairs are alike. When half of the CTAs can take the pairs that are left, all
 // share them.
-__device__ __forceinline__ bool find_work(const Params& p, int turn, Work& work) {
+template <class Own> __device__ __forceinline__ bool find_work(Own& own, int turn, Work& work) {
+  const Params& p = own.p;
+  if constexpr (VARLEN) {  // by turns, whatever their lengths
+    const u32 number = blockIdx.x + turn * gridDim.x;
+    SequenceTile tile;
+    if (number >= Parts<BY_KEYS>{own.all()}.tiles(TILE_N) * p.num_heads_kv) return false;
+    work.exists = find_tile<BY_KEYS, TILE_N>(own, own.all(), number, p.num_heads_kv, tile);
+    if (!work.exists) return true;
+    work.n_block = cfg::DETERMINISTIC ? tile.blocks - 1 - tile.block : tile.block;
+    work.batch = tile.batch, work.head_kv = tile.head;
+    work.q_tiles = q_range(p, work.n0());
+    return true;
+  }
   const int heads = p.batch * p.num_heads_kv, ctas = gridDim.x, cta = blockIdx.x;
   int head, block, second = 0;
   if (ctas >= heads * p.num_n_blocks) {
@@ -71,17 +83,18 @@ __device__ __forceinline__ bool find_work(const Params& p, int turn, Work& work)
 }
 
 // Calls work(tile) for every tile of the CTA.
-template <class Do> __device__ __forceinline__ void for_each_tile(const Params& p, Do work) {
+template <class Own, class Do> __device__ __forceinline__ void for_each_tile(Own& own, Do work) {
   Work tile;
-  for (int turn = 0; find_work(p, turn, tile); turn++) {
+  for (int turn = 0; find_work(own, turn, tile); turn++) {
     if (tile.exists) work(tile);
   }
 }
 
 // Calls step(tile, head, m_block, first, last) for every step of the CTA: every query tile that a key tile visits, of
 // every query head of its group. `first` and `last` of the key tile.
-template <class Do> __device__ __forceinline__ void for_each_step(const Params& p, Do step) {
-  for_each_tile(p, [&](const Work& tile) {
+template <class Own, class Do> __device__ __forceinline__ void for_each_step(Own& own, Do step) {
+  const Params& p = own.p;
+  for_each_tile(own, [&](const Work& tile) {
     for (int h = 0; h < p.qheads_per_kv; h++) {
       for (int m_block = tile.q_tiles.begin; m_block < tile.q_tiles.end; m_block++) {
         step(tile, tile.head_kv * p.qheads_per_kv + h, m_block, h == 0 && m_block == tile.q_tiles.begin,
@@ -102,11 +115,16 @@ __device__ __forceinline__ void load_tile(Element (&tile_smem)[CHUNKS][ROWS][CHU
   for (int c = 0; c < CHUNKS; c++) tma_load_4d(tile_smem[c], &map, full, c * CHUNK, row, head, batch);
 }
 
+// Where in tensor maps a tile's queries and keys lie.
+__device__ __forceinline__ int q_row(const Params& p, int m0) { return (VARLEN ? p.first_q : 0) + m0; }
+__device__ __forceinline__ int k_row(const Params& p, int n0) { return (VARLEN ? p.first_k : 0) + n0; }
+__device__ __forceinline__ int map_batch(const Work& tile) { return cfg::PACKED ? 0 : tile.batch; }
+
 __device__ __forceinline__ const float* lse_of(const Params& p, int batch, int head) {
-  return p.lse + batch * p.lse_stride[0] + head * p.lse_stride[1];
+  return p.lse + rows_begin(p, batch, head, p.lse_stride);
 }
 __device__ __forceinline__ const float* delta_of(const Params& p, int batch, int head) {
-  return p.delta + ((i64)batch * p.num_heads_q + head) * p.seqlen_q;
+  return p.delta + rows_begin(p, flat_head(p, batch, head));
 }
 
 // Queries that do not see a key have no influence on its dk and dv, but 0 * inf and 0 * NaN are NaN. So where there are
@@ -133,7 +151,7 @@ __device__ __forceinline__ void load_finite(const Params& p, Element (&tile_smem
 #pragma unroll 1
   for (int i = lane; i < TILE_M * CHUNKS * UNITS; i += WARP) {
     const int row = i / (CHUNKS * UNITS), unit = i % (CHUNKS * UNITS), column = unit * (CHUNK / UNITS);
-    const Element* unit_gmem = gmem + batch * stride[0] + (m0 + row) * stride[1] + head * stride[2] + column;
+    const Element* unit_gmem = gmem + q_begin(p, batch, stride) + (m0 + row) * stride[1] + head * stride[2] + column;
     u32 x[4] = {};
     if (m0 + row < p.seqlen_q && column < columns) ld_global_v4(x, unit_gmem);
 #pragma unroll
@@ -167,12 +185,13 @@ using TileValues = RowValues[TILE_M / 16][4];
 // not exist have `none`; convert() makes of a value what is stored. await(stage) waits until a buffer is free,
 // arrive(stage) says that it is full.
 template <class Gmem, class Convert, class Await, class Arrive>
-__device__ __forceinline__ void produce_values(const Params& p, TileValues (&ring_smem)[STAGES],
+__device__ __forceinline__ void produce_values(Own<VARLEN>& own, TileValues (&ring_smem)[STAGES],
                                                int (&nonfinite_smem)[STAGES], Gmem gmem, i64 stride, float none,
                                                Convert convert, Await await, Arrive arrive, int lane) {
   constexpr int LANE_ROWS = TILE_M / WARP;
+  const Params& p = own.p;
   Ring<STAGES> stage;
-  for_each_step(p, [&](const Work& tile, int head, int m_block, bool, bool) {
+  for_each_step(own, [&](const Work& tile, int head, int m_block, bool, bool) {
     const float* head_gmem = gmem(tile.batch, head);
     float value[LANE_ROWS], zero = 0;
 #pragma unroll
@@ -180,6 +199,8 @@ __device__ __forceinline__ void produce_values(const Params& p, TileValues (&rin
       const int row = m_block * TILE_M + i * WARP + lane;
       value[i] = row < p.seqlen_q ? head_gmem[row * stride] : none;
       if (HIDES_KEYS && row < p.seqlen_q) zero += 0 * value[i];  // or NaN
+      // Behind the sequence are rows of another, of which q and do come along.
+      if (VARLEN && row >= p.seqlen_q && p.first_q + row < p.rows_q) zero += 0 * head_gmem[row * stride];
     }
     await(stage);
 #pragma unroll
@@ -197,24 +218,27 @@ __device__ __forceinline__ void produce_values(const Params& p, TileValues (&rin
   });
 }
 template <class Smem, class Await, class Arrive>
-__device__ __forceinline__ void produce_lse(const Params& p, Smem& smem, Await await, Arrive arrive, int lane) {
+__device__ __forceinline__ void produce_lse(Own<VARLEN>& own, Smem& smem, Await await, Arrive arrive, int lane) {
+  const Params& p = own.p;
   auto gmem = [&](int batch, int head) { return lse_of(p, batch, head); };
-  produce_values(p, smem.lse, smem.lse_nonfinite, gmem, p.lse_stride[2], NEG_INF, lse_origin<float>, await, arrive,
+  produce_values(own, smem.lse, smem.lse_nonfinite, gmem, p.lse_stride[2], NEG_INF, lse_origin<float>, await, arrive,
                  lane);
 }
 template <class Smem, class Await, class Arrive>
-__device__ __forceinline__ void produce_delta(const Params& p, Smem& smem, Await await, Arrive arrive, int lane) {
+__device__ __forceinline__ void produce_delta(Own<VARLEN>& own, Smem& smem, Await await, Arrive arrive, int lane) {
+  const Params& p = own.p;
   auto gmem = [&](int batch, int head) { return delta_of(p, batch, head); };
   auto as_it_is = [](float x) { return x; };
-  produce_values(p, smem.delta, smem.delta_nonfinite, gmem, 1, 0.f, as_it_is, await, arrive, lane);
+  produce_values(own, smem.delta, smem.delta_nonfinite, gmem, 1, 0.f, as_it_is, await, arrive, lane);
 }
 
 // A warp's work: looks for inf and NaN in every k tile of which some queries do not see all keys. 0 * inf is NaN, so
 // those queries' dq then needs care (add_dq_exactly).
-template <class Smem> __device__ __forceinline__ void check_keys(const Params& p, Smem& smem, int lane) {
+template <class Smem> __device__ __forceinline__ void check_keys(Own<VARLEN>& own, Smem& smem, int lane) {
+  const Params& p = own.p;
   constexpr int K_UNITS = sizeof(smem.k) / UNIT_BYTES;
   Ring<1> keys;
-  for_each_tile(p, [&](const Work& tile) {
+  for_each_tile(own, [&](const Work& tile) {
     if (!tile.steps(p)) return;
     mbarrier_wait(&smem.k_full, keys.parity);
     u32 found = 0;

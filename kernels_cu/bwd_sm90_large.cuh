@@ -42,17 +42,18 @@ struct Smem {
 };
 
 template <class Smem>
-__device__ __forceinline__ void produce_tiles(const Params& p, Smem& smem, int lane) {
+__device__ __forceinline__ void produce_tiles(Own<VARLEN>& own, Smem& smem, int lane) {
+  const Params& p = own.p;
   Ring<STAGES> stage;
   Ring<1> keys;
-  for_each_step(p, [&](const Work& tile, int head, int m_block, bool first, bool) {
+  for_each_step(own, [&](const Work& tile, int head, int m_block, bool first, bool) {
     const int at = stage.index, m0 = m_block * TILE_M;
     await_as_warp(&smem.q_empty[at], stage.parity ^ 1);
     const bool make_finite = must_be_made_finite(smem, tile, m_block, at, stage.parity, lane);
     if (make_finite) {
       load_finite(p, smem.q[at], p.q, p.q_stride, p.head_dim, &smem.q_full[at], m0, head, tile.batch, nullptr, lane);
     } else if (lane == 0) {
-      load_tile(smem.q[at], p.tma_q, &smem.q_full[at], m0, head, tile.batch);
+      load_tile(smem.q[at], own.all().tma_q, &smem.q_full[at], q_row(p, m0), head, map_batch(tile));
     }
     await_as_warp(&smem.dout_empty[at], stage.parity ^ 1);
     if (make_finite) {
@@ -60,21 +61,22 @@ __device__ __forceinline__ void produce_tiles(const Params& p, Smem& smem, int l
                   &smem.dout_made_finite[at], lane);
     } else if (lane == 0) {
       if (HIDES_KEYS) smem.dout_made_finite[at] = 0;
-      load_tile(smem.dout[at], p.tma_dout, &smem.dout_full[at], m0, head, tile.batch);
+      load_tile(smem.dout[at], own.all().tma_dout, &smem.dout_full[at], q_row(p, m0), head, map_batch(tile));
     }
     stage.advance();
     if (!first) return;
     await_as_warp(&smem.k_empty, keys.parity ^ 1);
     if (lane == 0) {
-      load_tile(smem.k, p.tma_k, &smem.k_full, tile.n0(), tile.head_kv, tile.batch);
-      load_tile(smem.v, p.tma_v, &smem.v_full, tile.n0(), tile.head_kv, tile.batch);
+      load_tile(smem.k, own.all().tma_k, &smem.k_full, k_row(p, tile.n0()), tile.head_kv, map_batch(tile));
+      load_tile(smem.v, own.all().tma_v, &smem.v_full, k_row(p, tile.n0()), tile.head_kv, map_batch(tile));
     }
     keys.advance();
   });
 }
 
 template <class Smem>
-__device__ __forceinline__ void compute_probabilities(const Params& p, Smem& smem, int lane) {
+__device__ __forceinline__ void compute_probabilities(Own<VARLEN>& own, Smem& smem, int lane) {
+  const Params& p = own.p;
   const int thread = threadIdx.x % WARPGROUP, warp_key = thread / WARP * WARP_KEYS;
   const u64 k = descriptor_k_major(smem_u32(smem.k));
   const float scale = exponent_scale(p);
@@ -84,7 +86,7 @@ __device__ __forceinline__ void compute_probabilities(const Params& p, Smem& sme
   Ring<STAGES> stage;
   Ring<P_BUFFERS> buffer;
   Ring<1> keys;
-  for_each_tile(p, [&](const Work& tile) {
+  for_each_tile(own, [&](const Work& tile) {
     const int steps = tile.steps(p), key = tile.n0() + warp_key + lane / 4;
     bool dv_lacks = false;
 #pragma unroll
@@ -135,13 +137,15 @@ __device__ __forceinline__ void compute_probabilities(const Params& p, Smem& sme
       if (++m_block == tile.q_tiles.end) m_block = tile.q_tiles.begin, head.head++;
     }
     if (steps && lane == 0) mbarrier_arrive(&smem.k_empty);
-    store_gradient<TILE_DV>(p.dv, p.dv_stride, tile, warp_key, p.seqlen_k, p.head_dim_v, dv_rmem, kept_scale(p), lane);
+    store_gradient<TILE_DV>(p, p.dv, p.dv_stride, tile, warp_key, p.seqlen_k, p.head_dim_v, dv_rmem, kept_scale(p),
+                            lane);
     if (HIDES_KEYS && dv_lacks) add_nonfinite_to_dv(p, tile, warp_key, lane);
   });
 }
 
 template <class Smem>
-__device__ __forceinline__ void compute_score_gradients(const Params& p, Smem& smem, int lane) {
+__device__ __forceinline__ void compute_score_gradients(Own<VARLEN>& own, Smem& smem, int lane) {
+  const Params& p = own.p;
   const int thread = threadIdx.x % WARPGROUP, warp_key = thread / WARP * WARP_KEYS;
   const u64 v = descriptor_k_major(smem_u32(smem.v));
   float dk_rmem[TILE_D / 2], dp_rmem[TILE_M / 2];
@@ -150,7 +154,7 @@ __device__ __forceinline__ void compute_score_gradients(const Params& p, Smem& s
   Ring<P_BUFFERS> p_buffer;
   Ring<DS_BUFFERS> ds_buffer;
   Ring<1> keys;
-  for_each_tile(p, [&](const Work& tile) {
+  for_each_tile(own, [&](const Work& tile) {
     const int steps = tile.steps(p);
 #pragma unroll
     for (int i = 0; i < TILE_D / 2; i++) dk_rmem[i] = 0;
@@ -211,12 +215,13 @@ __device__ __forceinline__ void compute_score_gradients(const Params& p, Smem& s
       if (++m_block == tile.q_tiles.end) m_block = tile.q_tiles.begin, head.head++;
     }
     if (steps && lane == 0) mbarrier_arrive(&smem.k_empty);
-    store_gradient<TILE_D>(p.dk, p.dk_stride, tile, warp_key, p.seqlen_k, p.head_dim, dk_rmem, p.softmax_scale, lane);
+    store_gradient<TILE_D>(p, p.dk, p.dk_stride, tile, warp_key, p.seqlen_k, p.head_dim, dk_rmem, p.softmax_scale,
+                           lane);
     if (cfg::ALONE) zero_unvisited_dq(p, tile, thread / WARP, WG_WARPS, lane);
   });
 }
 
-template <class Smem> __device__ __forceinline__ void run(const Params& p, Smem& smem) {
+template <class Smem> __device__ __forceinline__ void run(Own<VARLEN>& own, Smem& smem) {
   static_assert(sizeof(Smem) && TILE_M == CHUNK && TILE_N == WG_KEYS && cfg::NUM_THREADS == 4 * WARPGROUP);
   const int warp = uniform(threadIdx.x / WARP), warpgroup = warp / WG_WARPS, lane = threadIdx.x % WARP;
   if (threadIdx.x == 0) {
@@ -258,20 +263,20 @@ template <class Smem> __device__ __forceinline__ void run(const Params& p, Smem&
       if (HIDES_KEYS) mbarrier_arrive(&smem.values_full[stage]);
       mbarrier_arrive(&smem.dout_full[stage]);
     };
-    if (warp == 0) produce_tiles(p, smem, lane);
-    else if (warp == 1) produce_lse(p, smem, await, arrive_with_q, lane);
-    else if (warp == 2) produce_delta(p, smem, await, arrive_with_dout, lane);
-    else check_keys(p, smem, lane);
+    if (warp == 0) produce_tiles(own, smem, lane);
+    else if (warp == 1) produce_lse(own, smem, await, arrive_with_q, lane);
+    else if (warp == 2) produce_delta(own, smem, await, arrive_with_dout, lane);
+    else check_keys(own, smem, lane);
   } else if (warpgroup == 1) {
     setmaxnreg_dec<cfg::DQ_REGISTERS>();
-    accumulate_dq(p, smem);
+    accumulate_dq(own, smem);
   } else if (warpgroup == 2) {
     setmaxnreg_inc<cfg::CONSUMER_REGISTERS>();
-    compute_probabilities(p, smem, lane);
+    compute_probabilities(own, smem, lane);
   } else {
     setmaxnreg_inc<cfg::CONSUMER_REGISTERS>();
     if (ADDS_TO_SUMS) await_launches_before();
-    compute_score_gradients(p, smem, lane);
+    compute_score_gradients(own, smem, lane);
   }
 }
 

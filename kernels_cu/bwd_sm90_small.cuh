@@ -46,10 +46,11 @@ struct Smem {
 constexpr int TURN_THREADS = CONSUMERS * WARPGROUP;
 
 template <class Smem>
-__device__ __forceinline__ void produce_tiles(const Params& p, Smem& smem, int lane) {
+__device__ __forceinline__ void produce_tiles(Own<VARLEN>& own, Smem& smem, int lane) {
+  const Params& p = own.p;
   Ring<STAGES> stage;
   Ring<1> keys;
-  for_each_step(p, [&](const Work& tile, int head, int m_block, bool first, bool) {
+  for_each_step(own, [&](const Work& tile, int head, int m_block, bool first, bool) {
     const int at = stage.index, m0 = m_block * TILE_M;
     await_as_warp(&smem.empty[at], stage.parity ^ 1);
     if (must_be_made_finite(smem, tile, m_block, at, stage.parity, lane)) {
@@ -58,21 +59,22 @@ __device__ __forceinline__ void produce_tiles(const Params& p, Smem& smem, int l
                   &smem.dout_made_finite[at], lane);
     } else if (lane == 0) {
       if (HIDES_KEYS) smem.dout_made_finite[at] = 0;
-      load_tile(smem.q[at], p.tma_q, &smem.q_full[at], m0, head, tile.batch);
-      load_tile(smem.dout[at], p.tma_dout, &smem.dout_full[at], m0, head, tile.batch);
+      load_tile(smem.q[at], own.all().tma_q, &smem.q_full[at], q_row(p, m0), head, map_batch(tile));
+      load_tile(smem.dout[at], own.all().tma_dout, &smem.dout_full[at], q_row(p, m0), head, map_batch(tile));
     }
     stage.advance();
     if (!first) return;
     await_as_warp(&smem.v_empty, keys.parity ^ 1);
-    if (lane == 0) load_tile(smem.v, p.tma_v, &smem.v_full, tile.n0(), tile.head_kv, tile.batch);
+    if (lane == 0) load_tile(smem.v, own.all().tma_v, &smem.v_full, k_row(p, tile.n0()), tile.head_kv, map_batch(tile));
     await_as_warp(&smem.k_empty, keys.parity ^ 1);
-    if (lane == 0) load_tile(smem.k, p.tma_k, &smem.k_full, tile.n0(), tile.head_kv, tile.batch);
+    if (lane == 0) load_tile(smem.k, own.all().tma_k, &smem.k_full, k_row(p, tile.n0()), tile.head_kv, map_batch(tile));
     keys.advance();
   });
 }
 
 template <class Smem>
-__device__ __forceinline__ void consume(const Params& p, Smem& smem, int consumer, int lane) {
+__device__ __forceinline__ void consume(Own<VARLEN>& own, Smem& smem, int consumer, int lane) {
+  const Params& p = own.p;
   const int warp = threadIdx.x / WARP % WG_WARPS, warp_key = consumer * WG_KEYS + warp * WARP_KEYS;
   const u64 k = descriptor_k_major(smem_u32(smem.k) + consumer * WG_KEYS * CHUNK_ROW_BYTES);
   const u64 v = descriptor_k_major(smem_u32(smem.v) + consumer * WG_KEYS * CHUNK_ROW_BYTES);
@@ -109,7 +111,7 @@ __device__ __forceinline__ void consume(const Params& p, Smem& smem, int consume
     }
   };
 
-  for_each_tile(p, [&](const Work& tile) {
+  for_each_tile(own, [&](const Work& tile) {
     const int steps = tile.steps(p), key = tile.n0() + warp_key + lane / 4;
 #pragma unroll
     for (int i = 0; i < TILE_D / 2; i++) dk_rmem[i] = 0;
@@ -176,14 +178,16 @@ __device__ __forceinline__ void consume(const Params& p, Smem& smem, int consume
       if (++m_block == tile.q_tiles.end) m_block = tile.q_tiles.begin, head.head++;
     }
     if (steps && lane == 0) mbarrier_arrive(&smem.k_empty);
-    store_gradient<TILE_DV>(p.dv, p.dv_stride, tile, warp_key, p.seqlen_k, p.head_dim_v, dv_rmem, kept_scale(p), lane);
+    store_gradient<TILE_DV>(p, p.dv, p.dv_stride, tile, warp_key, p.seqlen_k, p.head_dim_v, dv_rmem, kept_scale(p),
+                            lane);
     if (HIDES_KEYS && dv_lacks) add_nonfinite_to_dv(p, tile, warp_key, lane);
-    store_gradient<TILE_D>(p.dk, p.dk_stride, tile, warp_key, p.seqlen_k, p.head_dim, dk_rmem, p.softmax_scale, lane);
+    store_gradient<TILE_D>(p, p.dk, p.dk_stride, tile, warp_key, p.seqlen_k, p.head_dim, dk_rmem, p.softmax_scale,
+                           lane);
     if (cfg::ALONE) zero_unvisited_dq(p, tile, consumer * WG_WARPS + warp, CONSUMERS * WG_WARPS, lane);
   });
 }
 
-template <class Smem> __device__ __forceinline__ void run(const Params& p, Smem& smem) {
+template <class Smem> __device__ __forceinline__ void run(Own<VARLEN>& own, Smem& smem) {
   static_assert(sizeof(Smem) && cfg::NUM_THREADS == (CONSUMERS + 2) * WARPGROUP);
   const int warp = uniform(threadIdx.x / WARP), warpgroup = warp / WG_WARPS, lane = threadIdx.x % WARP;
   if (threadIdx.x == 0) {
@@ -214,18 +218,18 @@ template <class Smem> __device__ __forceinline__ void run(const Params& p, Smem&
       if (HIDES_KEYS) mbarrier_arrive(&smem.values_full[stage]);
       mbarrier_arrive(&smem.dout_full[stage]);
     };
-    if (warp == 0) produce_tiles(p, smem, lane);
-    else if (warp == 1) produce_lse(p, smem, await, arrive, lane);
-    else if (warp == 2) produce_delta(p, smem, await, arrive, lane);
-    else check_keys(p, smem, lane);
+    if (warp == 0) produce_tiles(own, smem, lane);
+    else if (warp == 1) produce_lse(own, smem, await, arrive, lane);
+    else if (warp == 2) produce_delta(own, smem, await, arrive, lane);
+    else check_keys(own, smem, lane);
   } else if (warpgroup == 1) {
     setmaxnreg_dec<cfg::DQ_REGISTERS>();
-    accumulate_dq(p, smem);
+    accumulate_dq(own, smem);
   } else {
     setmaxnreg_inc<cfg::CONSUMER_REGISTERS>();
     if (ADDS_TO_SUMS) await_launches_before();
     if (cfg::PING_PONG && warpgroup == CONSUMERS + 1) named_barrier_arrive(TURN, TURN_THREADS);
-    consume(p, smem, warpgroup - 2, lane);
+    consume(own, smem, warpgroup - 2, lane);
   }
 }
 

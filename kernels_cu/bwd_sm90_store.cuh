@@ -39,7 +39,7 @@ __device__ __forceinline__ void add_dq(const Params& p, const float (&dq_rmem)[C
     }
     return;
   }
-  const i64 first_row = ((i64)batch * p.num_heads_q + head) * p.seqlen_q + row0;
+  const i64 first_row = rows_begin(p, flat_head(p, batch, head)) + row0;
   if (in_fragment_order(p, row0)) {
     float* block_gmem = p.dq_accum + first_row * TILE_D + (column0 / 8 * WARPGROUP + thread) * 4;
 #pragma unroll
@@ -93,7 +93,7 @@ __device__ __forceinline__ void add_dq_exactly(const Params& p, const Smem& smem
     return to_real(chunks[column / CHUNK][row][(column % CHUNK / 8 ^ row % 8) * 8 + column % 8]);
   };
   const int m0 = m_block * TILE_M, rows = min(TILE_M, p.seqlen_q - m0);
-  float* head_gmem = p.dq_accum + ((i64)tile.batch * p.num_heads_q + head) * p.seqlen_q * p.head_dim;
+  float* head_gmem = p.dq_accum + rows_begin(p, flat_head(p, tile.batch, head)) * p.head_dim;
   Element* dq_gmem = p.dq + tile.batch * p.dq_stride[0] + m0 * p.dq_stride[1] + head * p.dq_stride[2];
 #pragma unroll 1
   for (int i = thread; i < rows * p.head_dim; i += WARPGROUP) {
@@ -110,13 +110,14 @@ __device__ __forceinline__ void add_dq_exactly(const Params& p, const Smem& smem
 }
 
 // The warpgroup that computes dq: for every step, as soon as all of ds is there, ds k is added to dq.
-template <class Smem> __device__ __forceinline__ void accumulate_dq(const Params& p, Smem& smem) {
+template <class Smem> __device__ __forceinline__ void accumulate_dq(Own<VARLEN>& own, Smem& smem) {
+  const Params& p = own.p;
   await_launches_before();
   const int thread = threadIdx.x % WARPGROUP;
   const u64 k = descriptor_mn_major(smem_u32(smem.k), 0);
   Ring<DS_BUFFERS> buffer;
   Ring<1> keys;
-  for_each_step(p, [&](const Work& tile, int head, int m_block, bool first, bool last) {
+  for_each_step(own, [&](const Work& tile, int head, int m_block, bool first, bool last) {
     if (first) {
       mbarrier_wait(&smem.k_checked, keys.parity);
       keys.advance();
@@ -125,7 +126,7 @@ template <class Smem> __device__ __forceinline__ void accumulate_dq(const Params
     // Ordered sums: the key tiles that visit a query tile add to its dq from the last to the first. Among causal ones
     // the last starts there, the one before it comes by some steps later, and so on: nobody waits long. A tile waits
     // for tiles that find_work numbers before it, so somebody can always go on.
-    int* turn = p.semaphore + ((i64)tile.batch * p.num_heads_q + head) * p.num_m_blocks + m_block;
+    int* turn = p.semaphore + flag_at(p, flat_head(p, tile.batch, head), m_block);
     if (cfg::DETERMINISTIC) {
       const int own = kv_range(p, m_block * TILE_M).end - 1 - tile.n_block;
       if (thread == 0) while (ld_acquire(turn) != own) {}
@@ -162,11 +163,11 @@ template <class Smem> __device__ __forceinline__ void accumulate_dq(const Params
 
 // The warp's 16 keys of dk or dv, the first of them `row` of the tile.
 template <int COLUMNS>
-__device__ __forceinline__ void store_gradient(Element* gmem, const i64 (&stride)[4], const Work& tile, int row,
-                                               int seqlen_k, int head_dim, const float (&acc_rmem)[COLUMNS / 2],
-                                               float factor, int lane) {
+__device__ __forceinline__ void store_gradient(const Params& p, Element* gmem, const i64 (&stride)[4],
+                                               const Work& tile, int row, int seqlen_k, int head_dim,
+                                               const float (&acc_rmem)[COLUMNS / 2], float factor, int lane) {
   const int key = tile.n0() + row;
-  Element* row_gmem = gmem + tile.batch * stride[0] + key * stride[1] + tile.head_kv * stride[2];
+  Element* row_gmem = gmem + k_begin(p, tile.batch, stride) + key * stride[1] + tile.head_kv * stride[2];
   store_accumulator<COLUMNS>(row_gmem, stride[1], seqlen_k - key, head_dim, acc_rmem, {factor, factor}, lane);
 }
 
@@ -187,7 +188,7 @@ __device__ __forceinline__ void zero_unvisited_dq(const Params& p, const Work& t
 __device__ __forceinline__ void add_nonfinite_to_dv(const Params& p, const Work& tile, int row, int lane) {
   __syncwarp();
   const int first = tile.n0() + row, keys = min(WARP_KEYS, p.seqlen_k - first);
-  Element* dv_gmem = p.dv + tile.batch * p.dv_stride[0] + first * p.dv_stride[1] + tile.head_kv * p.dv_stride[2];
+  Element* dv_gmem = p.dv + k_begin(p, tile.batch, p.dv_stride) + first * p.dv_stride[1] + tile.head_kv * p.dv_stride[2];
 #pragma unroll 1
   for (int i = lane; i < keys * p.head_dim_v; i += WARP) {
     const int key = i / p.head_dim_v, column = i - key * p.head_dim_v;
@@ -195,7 +196,7 @@ __device__ __forceinline__ void add_nonfinite_to_dv(const Params& p, const Work&
 #pragma unroll 1
     for (int step = 0, m_block = tile.q_tiles.begin; step < tile.steps(p) && sum == sum; step++) {
       const int head = tile.head_kv * p.qheads_per_kv + step / (tile.q_tiles.end - tile.q_tiles.begin);
-      const Element* dout_gmem = p.dout + tile.batch * p.dout_stride[0] + head * p.dout_stride[2] + column;
+      const Element* dout_gmem = p.dout + q_begin(p, tile.batch, p.dout_stride) + head * p.dout_stride[2] + column;
       const int end = tile.hides(m_block) ? min((m_block + 1) * TILE_M, p.seqlen_q) : 0;
 #pragma unroll 4
       for (int m = m_block * TILE_M; m < end; m++) {

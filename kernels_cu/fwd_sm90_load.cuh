@@ -19,7 +19,8 @@ constexpr bool PING_PONG = cfg::PING_PONG && CONSUMERS > 1;
 // Whether every step looks for the maximum: a stale reference would be outgrown again and again, or it takes much code
 // to compute scores anew.
 constexpr bool RAISES = RISES || BY_ELEMENT;
-static_assert(!VARLEN || (cfg::DYNAMIC && cfg::PACK == 1 && !cfg::SPLIT), "numbers of tiles may have none");
+constexpr bool DYNAMIC = cfg::DYNAMIC || VARLEN;  // whether tiles are handed out as CTAs get free
+static_assert(!VARLEN || (cfg::PACK == 1 && !cfg::SPLIT), "one head in a tile, and all keys");
 static_assert(cfg::NUM_THREADS == (CONSUMERS + 1) * WARPGROUP, "one warpgroup loads, the others compute");
 static_assert(TILE_N % 16 == 0 && TILE_D % 16 == 0 && TILE_DV % 16 == 0, "wgmma sums in steps of 16");
 
@@ -155,14 +156,14 @@ __device__ __forceinline__ void produce(const Params& params, Smem& smem) {
     q.advance();
     if (!work.valid()) break;
     round++;
-    index = cfg::DYNAMIC ? gridDim.x + atomicAdd(p.tile_counter, 1)
+    index = DYNAMIC ? gridDim.x + atomicAdd(p.tile_counter, 1)
                          : round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
     for (int n = range.end - 1; n >= range.begin; n--) {
       if (n > range.begin) load_k(n - 1);
       load_v(n);
     }
   }
-  if (cfg::DYNAMIC && atomicAdd(p.tile_counter + 1, 1) == (int)gridDim.x - 1) {
+  if (DYNAMIC && atomicAdd(p.tile_counter + 1, 1) == (int)gridDim.x - 1) {
     p.tile_counter[0] = p.tile_counter[1] = 0;  // the last to ask leaves zeros for the next launch
   }
 }

@@ -17,14 +17,18 @@
 constexpr bool VARLEN = cfg::PACKED || cfg::GAPS;
 constexpr int SEQUENCE_PARTS = cfg::GAPS ? 2 : 1;
 
-// A kernel's arguments as they are, or with VARLEN a copy, in which lengths and places are those of a sequence.
+// A kernel's arguments as they are, or with VARLEN a copy, in which lengths and places are those of a sequence. Tensor
+// maps are to be taken of all().
 template <bool> struct Own {
+  const Params& given;
   Params p;
-  __device__ __forceinline__ explicit Own(const Params& all) : p(all) {}
+  __device__ __forceinline__ explicit Own(const Params& given) : given(given), p(given) {}
+  __device__ __forceinline__ const Params& all() const { return given; }
 };
 template <> struct Own<false> {
   const Params& p;
-  __device__ __forceinline__ explicit Own(const Params& all) : p(all) {}
+  __device__ __forceinline__ explicit Own(const Params& given) : p(given) {}
+  __device__ __forceinline__ const Params& all() const { return p; }
 };
 
 // ---- Where a batch's rows are, or the sequence's --------------------------------------------------------------------
@@ -63,6 +67,8 @@ template <Side SIDE> struct Parts {
   const Params& p;
   __device__ __forceinline__ int rows() const { return SIDE == BY_QUERIES ? p.rows_q : p.rows_k; }  // of a batch
   __device__ __forceinline__ int count() const { return p.batch * SEQUENCE_PARTS + cfg::PACKED; }
+  // Numbers of tiles of so many rows, for each head.
+  __device__ __forceinline__ u32 tiles(int of_rows) const { return u32(begin(count()) / of_rows) + count(); }
 
   // Where sequence s begins, among the rows of all batches, and how long it is.
   __device__ __forceinline__ i64 sequence(int s) const {

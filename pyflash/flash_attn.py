@@ -12,7 +12,14 @@ import torch
 from . import torch as glue
 from .errors import Unsupported
 
-__all__ = ["flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func"]
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+]
 
 
 def flash_attn_func(
@@ -57,6 +64,14 @@ def flash_attn_func(
     softmax_lse : tensor (batch, heads, seqlen_q)
         Only with ``return_attn_probs``, as is the None after it.
     """
+    call = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    return _attention(q, k, v, {}, *call)
+
+
+def _attention(
+    q, k, v, lengths, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+    return_attn_probs,
+):  # fmt: skip
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name}: got {type(tensor).__name__}, takes a torch tensor")
@@ -70,7 +85,7 @@ def flash_attn_func(
         "alibi_slopes": ("alibi_slopes", alibi_slopes),
         "dropout_p": ("dropout_p", dropout_p or None),
     }
-    options = {"softmax_scale": softmax_scale, "causal": causal}
+    options = {"softmax_scale": softmax_scale, "causal": causal, **lengths}
     options |= {glue.existing(o, argument): value for o, (argument, value) in asked.items() if value is not None}
     out, lse = glue.attention(q, k, v, options, deterministic)
     return (out, lse, None) if return_attn_probs else out
@@ -109,15 +124,107 @@ def flash_attn_qkvpacked_func(
     return flash_attn_func(*_unpacked("qkv", qkv), *options)
 
 
-def _unpacked(name: str, tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors packed along the third dimension, one for each letter of the name."""
+def flash_attn_varlen_func(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+    block_table=None,
+):
+    """`flash_attn_func` of sequences packed one behind the other.
+
+    Parameters
+    ----------
+    q : tensor (total_q, heads, head_dim)
+    k, v : tensors (total_k, heads_k, head_dim)
+    cu_seqlens_q, cu_seqlens_k : int32 tensors (batch + 1,)
+        Where each sequence begins, and the last ends.
+    max_seqlen_q, max_seqlen_k : int
+        The longest sequence.
+    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+        As for `flash_attn_func`.
+    block_table
+        None: keys in pages are not implemented.
+
+    Returns
+    -------
+    out : tensor (total_q, heads, head_dim)
+    softmax_lse : tensor (heads, total_q)
+        Only with ``return_attn_probs``, as is the None after it.
+    """
+    if block_table is not None:
+        raise Unsupported("block_table: got a table, takes None: keys in pages are not implemented")
+    lengths = {
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_k": max_seqlen_k,
+    }
+    call = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    return _attention(q, k, v, lengths, *call)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q,
+    kv,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+):
+    """`flash_attn_varlen_func` with k and v in one tensor (total_k, 2, heads_k, head_dim)."""
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    return flash_attn_varlen_func(q, *_unpacked("kv", kv, 1), *lengths, *options)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv,
+    cu_seqlens,
+    max_seqlen,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+):
+    """`flash_attn_varlen_func` with q, k and v in one tensor (total, 3, heads, head_dim)."""
+    lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    return flash_attn_varlen_func(*_unpacked("qkv", qkv, 1), *lengths, *options)
+
+
+def _unpacked(name: str, tensor, axis: int = 2) -> tuple[torch.Tensor, ...]:
+    """The tensors packed along a dimension, one for each letter of the name."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name}: got {type(tensor).__name__}, takes a torch tensor")
-    if tensor.dim() != 5 or tensor.shape[2] != len(name):
-        raise ValueError(
-            f"{name}: got shape {tuple(tensor.shape)}, takes (batch, seqlen, {len(name)}, heads, head_dim)"
-        )
-    return tensor.unbind(2)
+    if tensor.dim() != axis + 3 or tensor.shape[axis] != len(name):
+        lead = ("total",) if axis == 1 else ("batch", "seqlen")
+        takes = ", ".join((*lead, f"{len(name)}", "heads", "head_dim"))
+        raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, takes ({takes})")
+    return tensor.unbind(axis)
 
 
 def _absent(name: str, why: str):
@@ -129,9 +236,5 @@ def _absent(name: str, why: str):
     return function
 
 
-_PACKED = "sequences packed one behind the other are not implemented; use a padded batch, or a call for each sequence"
 _CACHE = "attention that writes a cache of keys is not implemented; write the cache and call flash_attn_func on it"
-flash_attn_varlen_func = _absent("flash_attn_varlen_func", _PACKED)
-flash_attn_varlen_kvpacked_func = _absent("flash_attn_varlen_kvpacked_func", _PACKED)
-flash_attn_varlen_qkvpacked_func = _absent("flash_attn_varlen_qkvpacked_func", _PACKED)
 flash_attn_with_kvcache = _absent("flash_attn_with_kvcache", _CACHE)

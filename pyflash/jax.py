@@ -13,10 +13,10 @@ from functools import partial
 
 import jax
 
-from . import api
+from . import api, packed, sequences
 from .features import FEATURES
 
-_ARRAYS = tuple(feature.name for feature in FEATURES if feature.is_array)
+_ARRAYS = (*(feature.name for feature in FEATURES if feature.is_array), *sequences.ARRAYS)
 
 # The options that have gradients, in the order in which `flash_attention_backward` returns them.
 _DIFFERENTIABLE = tuple(
@@ -53,7 +53,7 @@ def flash_attention(q, k, v, *, return_lse: bool = False, deterministic: bool = 
     if options.get("dropout_p") and options.get("seed") is None:
         options["seed"] = secrets.randbits(63)  # the backward needs the same
     q, k, v = map(jax.numpy.asarray, (q, k, v))
-    arrays = {name: jax.numpy.asarray(options[name]) for name in _ARRAYS if options.get(name) is not None}
+    arrays = {name: _jax_array(name, options[name]) for name in _ARRAYS if options.get(name) is not None}
     for name, array in arrays.items():
         if name not in _DIFFERENTIABLE and isinstance(array, jax.core.Tracer):
             raise ValueError(f"{name}: got an array that is traced, takes one that is not: it has no gradient")
@@ -62,9 +62,42 @@ def flash_attention(q, k, v, *, return_lse: bool = False, deterministic: bool = 
     return (out, lse) if return_lse else out
 
 
+def flash_attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k=None, **options):
+    """`pyflash.flash_attention_varlen` of JAX arrays, differentiable in reverse mode.
+
+    Parameters
+    ----------
+    q, k, v, cu_seqlens_q, cu_seqlens_k
+        As for `pyflash.flash_attention_varlen`.
+    options
+        Its options, and `deterministic`.
+
+    Returns
+    -------
+    out : array
+    lse : array
+        Only with ``return_lse``; it may be differentiated, too.
+
+    Raises
+    ------
+    TypeError, ValueError, pyflash.Unsupported
+        As `flash_attention`.
+    """
+    cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    return flash_attention(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options)
+
+
+def _jax_array(name: str, value: object):
+    """What says where sequences are is checked as it is, before it is an array of JAX, where int64 may be int32."""
+    if name in sequences.ARRAYS and (host := sequences.on_host(name, value)) is not None:
+        value = host
+    return jax.numpy.asarray(value)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _attention(scalars, deterministic, lse_is_used, q, k, v, arrays):
-    return api.flash_attention(q, k, v, return_lse=True, **dict(scalars), **arrays)
+    function = packed.flash_attention_varlen if "cu_seqlens_q" in arrays else api.flash_attention
+    return function(q, k, v, return_lse=True, **dict(scalars), **arrays)
 
 
 def _forward(scalars, deterministic, lse_is_used, q, k, v, arrays):
@@ -76,7 +109,9 @@ def _backward(scalars, deterministic, lse_is_used, kept, gradients):
     *tensors, arrays = kept
     dout, dlse = map(jax.numpy.asarray, gradients)  # those that a caller of jax.vjp gives may be NumPy's
     wanted = [name for name in _DIFFERENTIABLE if name in arrays]
-    dq, dk, dv, *rest = api.flash_attention_backward(
+    varlen = "cu_seqlens_q" in arrays
+    function = packed.flash_attention_varlen_backward if varlen else api.flash_attention_backward
+    dq, dk, dv, *rest = function(
         dout,
         *tensors,
         dlse=dlse if lse_is_used else None,

@@ -119,8 +119,6 @@ def _obstacle(problem: Problem, device: Device, name: str) -> str | None:
         return "not written yet"
     if problem.dtype.name not in kernel.dtypes:
         return f"takes {' and '.join(kernel.dtypes)}"
-    if problem.varlen and name == "bwd_sm90":
-        return "does not take sequences of their own lengths"
     if untaken := [feature for feature in problem.on if name not in features.BY_NAME[feature].kernels]:
         return f"does not take {' and '.join(untaken)}"
     if name == "bwd_sm90" and "dbias" in dict(problem.tensors) and {"softcap", "score_mod"} <= problem.on.keys():
@@ -390,7 +388,7 @@ def _forward_sm90(problem: Problem, device: Device, notes: tuple[str, ...]) -> P
         arrays,
         pointers + ("tile_counter",) * dynamic,
         lambda n: min(device.sm_count, tiling.tiles),
-        {"PACK": pack, "SPLIT": split, "Output": "float" if split else problem.dtype.element, "DYNAMIC": dynamic},
+        {"PACK": pack, "SPLIT": split, "Output": "float" if split else problem.dtype.element},
         {
             **values,
             "num_m_blocks": tiling.num_m_blocks,
@@ -459,10 +457,10 @@ def _backward_sm90(problem: Problem, device: Device, notes: tuple[str, ...]) -> 
     rows = problem.num_rows
     row = _row(problem, KERNELS["bwd_sm90"], device)
     num_m_blocks = sizes.num_flags(problem, row.tile_m)
-    tiles = _cdiv(problem.seqlen_k, row.tile_n) * problem.num_heads_kv * problem.batch
+    tiles = problem.tiles_per_head(problem.rows_k, problem.seqlen_k, row.tile_n) * problem.num_heads_kv
     if tiles > _MAX_GRID:
         raise Unsupported(f"bwd_sm90 would have {tiles} key tiles for {problem}; it counts to {_MAX_GRID}")
-    alone = problem.seqlen_k <= row.tile_n  # one key tile: nothing is added up for dq
+    alone = problem.seqlen_k <= row.tile_n and not problem.varlen  # one key tile: nothing is added up for dq
     ordered = problem.deterministic and not alone
     workspace = {"delta": rows * 4}
     if not alone:

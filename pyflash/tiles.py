@@ -382,7 +382,7 @@ KERNELS: dict[str, Kernel] = {
             _bwd_sm90(128, 64, 128, 3, "in turns +2 to +4 % from 4k on; two stages equal", ping_pong=True),
             _bwd_sm90(256, 64, 64, 2, "dk and dv of 64 keys fill a warpgroup each", large=True),
         ),
-        option_spill_bytes=32,  # at head_dim 128, a few predicates and parts of functions of the user's
+        option_spill_bytes=232,  # lengths that differ: where the sequence of a tile lies
     ),
     "bwd_delta": Kernel(
         dtypes=_HALF + _FULL,

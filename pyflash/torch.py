@@ -14,12 +14,12 @@ from functools import lru_cache
 
 import torch
 
-from . import entry
+from . import entry, sequences
 from .errors import Unsupported
 from .features import BY_NAME, FEATURES, FUNCTIONS, check, parted
 from .problem import argument
 
-_ARRAYS = tuple(feature.name for feature in FEATURES if feature.is_array)
+_ARRAYS = (*(feature.name for feature in FEATURES if feature.is_array), *sequences.ARRAYS)
 
 # The options that have gradients, in the order in which `flash_attention_backward` returns them.
 _DIFFERENTIABLE = tuple(
@@ -56,7 +56,7 @@ def attention(q, k, v, options: dict[str, object], deterministic: bool = False):
     if options.get("dropout_p") and options.get("seed") is None:
         seed = torch.randint(2**63 - 1, ())  # traced, it is drawn when what is compiled runs
         options = {**options, "seed": seed if torch.compiler.is_compiling() else int(seed)}
-    arrays = {name: options[name] for name in _ARRAYS if options.get(name) is not None}
+    arrays = {name: options[name] for name in _ARRAYS if _is_array(name, options.get(name))}
     captured = {} if torch.compiler.is_compiling() else _captured(options)
     for name, array in (arrays | captured).items():
         if array.requires_grad and name not in _DIFFERENTIABLE:
@@ -66,6 +66,17 @@ def attention(q, k, v, options: dict[str, object], deterministic: bool = False):
         return torch.ops.pyflash.attention(q, k, v, *_flattened(options), deterministic)
     scalars = {name: value for name, value in options.items() if name not in arrays}
     return _Attention.apply(scalars, tuple(arrays), deterministic, q, k, v, *arrays.values())
+
+
+def _is_array(name: str, value: object) -> bool:
+    """Whether an option is a tensor, not a list or an array of the host that says where sequences are."""
+    return value is not None and (name not in sequences.ARRAYS or isinstance(value, torch.Tensor))
+
+
+def _forward(q, k, v, options: dict[str, object]):
+    """`out` and `lse`, of packed sequences where options say so."""
+    function = entry.varlen_forward if "cu_seqlens_q" in options else entry.forward
+    return function(q, k, v, return_lse=True, **options)
 
 
 def _captured(options: dict[str, object]) -> dict[str, torch.Tensor]:
@@ -107,7 +118,8 @@ def _gradients(ctx, needed, dout, dlse, compute) -> list[torch.Tensor | None]:
 
 def _run_backward(scalars, names, deterministic, wanted, dout, q, k, v, out, lse, dlse, *arrays):
     options = {**scalars, **dict(zip(names, arrays, strict=True)), **{f"return_d{name}": True for name in wanted}}
-    return entry.backward(dout, q, k, v, out, lse, dlse=dlse, deterministic=deterministic, **options)
+    function = entry.varlen_backward if "cu_seqlens_q" in options else entry.backward
+    return function(dout, q, k, v, out, lse, dlse=dlse, deterministic=deterministic, **options)
 
 
 def _no_second_derivative(*_):
@@ -124,7 +136,7 @@ class _Attention(torch.autograd.Function):
     # Not parted into forward and setup_context, as torch.func would have it: calling that costs 50 us.
     @staticmethod
     def forward(ctx, scalars, names, deterministic, q, k, v, *arrays):
-        results = entry.forward(q, k, v, return_lse=True, **scalars, **dict(zip(names, arrays, strict=True)))
+        results = _forward(q, k, v, scalars | dict(zip(names, arrays, strict=True)))
         ctx.scalars = scalars
         _keep(ctx, (*results, q, k, v, *arrays), names, deterministic)
         return results
@@ -217,14 +229,14 @@ torch.library.define(
 
 @torch.library.impl("pyflash::attention", _DEVICES)
 def _forward_operator(q, k, v, arrays, numbers, options, deterministic):
-    return entry.forward(q, k, v, return_lse=True, **_unflattened(options, arrays, numbers))
+    return _forward(q, k, v, _unflattened(options, arrays, numbers))
 
 
 @torch.library.register_fake("pyflash::attention")
 def _forward_fake(q, k, v, arrays, numbers, options, deterministic):
-    batch, seqlen_q, heads_q, _ = q.shape
+    *lead, seqlen_q, heads_q, _ = q.shape  # no batch of packed sequences
     real = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty((batch, seqlen_q, heads_q, v.shape[3])), q.new_empty((batch, heads_q, seqlen_q), dtype=real)
+    return q.new_empty((*lead, seqlen_q, heads_q, v.shape[-1])), q.new_empty((*lead, heads_q, seqlen_q), dtype=real)
 
 
 @torch.library.impl("pyflash::attention_backward", _DEVICES)

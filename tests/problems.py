@@ -167,5 +167,36 @@ def example(
     )
 
 
+def packed(
+    *,
+    backward: bool = False,
+    dtype: str = "bfloat16",
+    tokens: int = 4096,
+    batch: int = 8,
+    heads: int = 4,
+    head_dim: int = 128,
+    head_dim_v: int | None = None,
+    used: bool = False,
+    max_seqlen: int | None = None,
+    offsets: str = "int32",
+    deterministic: bool = False,
+    **options: object,
+) -> problem.Problem:
+    """One valid call of packed sequences, of whose rows not all are `used`. Of features that are arrays, `options` has
+    the shapes."""
+    given = {name: contiguous((tokens, heads, head_dim), dtype) for name in "qk"}
+    given["v"] = contiguous((tokens, heads, head_dim_v or head_dim), dtype)
+    given |= {f"cu_seqlens_{side}": contiguous((batch + 1,), offsets) for side in "qk"}
+    given |= {f"seqused_{side}": contiguous((batch,), "int32") for side in "qk" if used}
+    for name in [name for name in options if features.BY_NAME[name].is_array]:
+        allowed = features.BY_NAME[name].dtypes(dtype, problem.REAL_DTYPES[problem.DTYPES[dtype].real])
+        given[name] = contiguous(options.pop(name), allowed[0])
+    call = {"options": options, "longest": (max_seqlen, max_seqlen)}
+    made = problem.make(given, backward=False, wants_lse=True, **call)
+    if not backward:
+        return made
+    return problem.make(problem.backward_tensors(made), backward=True, deterministic=deterministic, **call)
+
+
 def device_of(capability: tuple[int, int]) -> Device:
     return next(device for device in KNOWN.values() if device.capability == capability)

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from problems import FUNCTIONS, example
+from problems import FUNCTIONS, example, packed
 
 from pyflash.device import KNOWN, Device
 from pyflash.errors import Unsupported
@@ -100,6 +100,19 @@ def _problems(family: str) -> Iterable[Problem]:
             yield example(backward=True, **call, narrow=inputs, deterministic=True, dlse=True)
 
 
+# Where lengths of sequences differ.
+PACKED_OPTIONS = ({}, {"causal": True}, {"window": (4000, 50), "softcap": 30.0, "alibi_slopes": (4,)})
+
+
+def _packed_problems(family: str) -> Iterable[Problem]:
+    dtype = KERNELS[f"fwd_{family}"].dtypes[-1]
+    dims = sorted({max(pair) for pair in _head_dims(family)})
+    for dim, options, used, backward in itertools.product(dims, PACKED_OPTIONS, (False, True), (False, True)):
+        for seqlen in _seqlens(family):
+            call = {"head_dim": dim, "dtype": dtype, "tokens": BATCH * seqlen, "batch": BATCH, **options}
+            yield packed(backward=backward, used=used, deterministic=backward and used, **call)
+
+
 def _variant(launch: Launch, device: Device, problem: Problem) -> Variant:
     cfg = dict(launch.config)
     flags = [name for name, value in cfg.items() if value is True]
@@ -122,7 +135,8 @@ def every(devices: Iterable[Device] = DEVICES) -> list[Variant]:
     found: dict[tuple, Variant] = {}
     for family in FAMILIES:
         able = [d for d in devices if f"fwd_{family}" in KERNELS and _serves(KERNELS[f"fwd_{family}"], d)]
-        for problem, device in itertools.product(_problems(family) if able else (), able):
+        problems = (*_problems(family), *_packed_problems(family)) if able else ()
+        for problem, device in itertools.product(problems, able):
             try:
                 launches = plan(problem, device, families=(family,)).launches
             except Unsupported:

@@ -56,7 +56,7 @@ def check(variant: Variant, cubin: bytes, log: str) -> None:
     report = compile.report(log)
     assert cubin[:4] == b"\x7fELF"
     kernel, config = KERNELS[variant.launch.kernel], dict(variant.launch.config)
-    options = any(config.get(flag) for flag in features.flags({}) if flag != "CAUSAL")
+    options = any(config.get(flag) for flag in (*features.flags({}), "PACKED", "GAPS") if flag != "CAUSAL")
     assert report.spill_bytes <= max(kernel.spill_bytes, options * kernel.option_spill_bytes), log
     assert not report.warnings, log
     assert 0 < report.registers <= REGISTERS_PER_THREAD

@@ -54,7 +54,16 @@ def test_the_readmes_commands():
 
 
 def test_there_are_examples():
-    expected = {"quickstart", "torch_layer", "train_gpt", "jax_layer", "split_keys", "long_context", "attention_maps"}
+    expected = {
+        "packed_batch",
+        "quickstart",
+        "torch_layer",
+        "train_gpt",
+        "jax_layer",
+        "split_keys",
+        "long_context",
+        "attention_maps",
+    }
     assert expected <= {path.stem for path in EXAMPLES}
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert all(f"(examples/{path.name})" in readme for path in EXAMPLES)

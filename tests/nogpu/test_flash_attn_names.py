@@ -28,12 +28,7 @@ DOCUMENTED = {
     "flash_attn_qkvpacked_func": ("qkv",),
     "flash_attn_kvpacked_func": ("q", "kv"),
 }
-ABSENT = [
-    "flash_attn_varlen_func",
-    "flash_attn_varlen_qkvpacked_func",
-    "flash_attn_varlen_kvpacked_func",
-    "flash_attn_with_kvcache",
-]
+ABSENT = ["flash_attn_with_kvcache"]
 # An option of theirs that is on, and the row of our table that it takes.
 ON = {
     "window_size": ((3, 0), "window"),

@@ -207,3 +207,29 @@ def test_other_libraries_next_to_it_are_refused():
     q, k, v = inputs()
     with pytest.raises(TypeError, match="^v: got a numpy array, takes jax on the CPU, as q"):
         pyflash.flash_attention(q, k, np.asarray(v))
+
+
+def test_packed_sequences():
+    """As each sequence alone, and so their gradients."""
+    from pyflash.jax import flash_attention, flash_attention_varlen
+
+    rng = np.random.default_rng(0)
+    q, k = (rng.standard_normal((n, 2, 8)).astype(np.float32) for n in (9, 12))
+    offsets = [0, 4, 9], [0, 2, 12]
+
+    def packed(q, k, v):
+        out, lse = flash_attention_varlen(q, k, v, *offsets, causal=True, return_lse=True)
+        return (out * out).sum() + lse[:, 2:].sum()
+
+    def alone(q, k, v):
+        total = 0
+        for rows, keys, first in ((slice(0, 4), slice(0, 2), 2), (slice(4, 9), slice(2, 12), 0)):
+            tensors = (a[None] for a in (q[rows], k[keys], v[keys]))
+            out, lse = flash_attention(*tensors, causal=True, return_lse=True)
+            total += (out * out).sum() + lse[0, :, first:].sum()
+        return total
+
+    found = jax.value_and_grad(packed, argnums=(0, 1, 2))(q, k, k + 1)
+    expected = jax.value_and_grad(alone, argnums=(0, 1, 2))(q, k, k + 1)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, 1e-4, 1e-5)
