@@ -28,16 +28,10 @@ __device__ __forceinline__ Pair unpack2(u32 x) {
 struct Work {
   int n_block, head_kv, batch;
   bool exists;  // the middle tile of a head has no partner: see find_work
-  TileRange q_tiles;
+  QueryWalk queries;
 
-  __device__ __forceinline__ Head first_head(const Params& p) const { return {batch, head_kv * p.qheads_per_kv}; }
   __device__ __forceinline__ int n0() const { return n_block * TILE_N; }
-  __device__ __forceinline__ int steps(const Params& p) const {
-    return (q_tiles.end - q_tiles.begin) * p.qheads_per_kv;
-  }
-  __device__ __forceinline__ bool hides(int m_block) const {
-    return m_block < q_tiles.full_begin || m_block >= q_tiles.full_end;
-  }
+  __device__ __forceinline__ int steps() const { return queries.visits; }
 };
 
 // The CTA's `turn`-th piece of work, or false. All warps find it by themselves, so nothing need be communicated.
@@ -66,7 +60,7 @@ __device__ __forceinline__ bool find_work(const Params& p, int turn, Work& work)
   work.n_block = block;
   work.batch = head / p.num_heads_kv;
   work.head_kv = head - work.batch * p.num_heads_kv;
-  work.q_tiles = q_range(p, work.n0());
+  work.queries = QueryWalk(p, work.batch, work.head_kv, work.n0());
   return true;
 }
 
@@ -78,16 +72,11 @@ template <class Do> __device__ __forceinline__ void for_each_tile(const Params& 
   }
 }
 
-// Calls step(tile, head, m_block, first, last) for every step of the CTA: every query tile that a key tile visits, of
+// Calls step(tile, visit, first, last) for every step of the CTA: every query tile that a key tile visits, of
 // every query head of its group. `first` and `last` of the key tile.
 template <class Do> __device__ __forceinline__ void for_each_step(const Params& p, Do step) {
   for_each_tile(p, [&](const Work& tile) {
-    for (int h = 0; h < p.qheads_per_kv; h++) {
-      for (int m_block = tile.q_tiles.begin; m_block < tile.q_tiles.end; m_block++) {
-        step(tile, tile.head_kv * p.qheads_per_kv + h, m_block, h == 0 && m_block == tile.q_tiles.begin,
-             h == p.qheads_per_kv - 1 && m_block == tile.q_tiles.end - 1);
-      }
-    }
+    tile.queries.for_each(p, [&](const QueryVisit& visit, bool first, bool last) { step(tile, visit, first, last); });
   });
 }
 
@@ -116,11 +105,11 @@ __device__ __forceinline__ const float* delta_of(const Params& p, int batch, int
 // Whether the queries of a step must be made finite: some do not see all keys of the tile, and lse or delta is not
 // finite (or no key is seen, so that lse says nothing of q). A warp's question, of buffer `at`.
 template <class Smem>
-__device__ __forceinline__ bool must_be_made_finite(Smem& smem, const Work& tile, int m_block, int at, u32 parity,
+__device__ __forceinline__ bool must_be_made_finite(Smem& smem, const Work& tile, const QueryVisit& visit, int at, u32 parity,
                                                     int lane) {
   if (!HIDES_KEYS) return false;
   mbarrier_wait(&smem.values_full[at], parity);
-  return tile.hides(m_block) && uniform(lane == 0 ? smem.lse_nonfinite[at] | smem.delta_nonfinite[at] : 0);
+  return tile.queries.hides(visit) && uniform(lane == 0 ? smem.lse_nonfinite[at] | smem.delta_nonfinite[at] : 0);
 }
 
 // Instead of load_tile: the TILE_M queries from m0 on of q or do, copied by hand without inf and NaN, as one arrival on
@@ -172,12 +161,12 @@ __device__ __forceinline__ void produce_values(const Params& p, TileValues (&rin
                                                Convert convert, Await await, Arrive arrive, int lane) {
   constexpr int LANE_ROWS = TILE_M / WARP;
   Ring<STAGES> stage;
-  for_each_step(p, [&](const Work& tile, int head, int m_block, bool, bool) {
-    const float* head_gmem = gmem(tile.batch, head);
+  for_each_step(p, [&](const Work& tile, const QueryVisit& visit, bool, bool) {
+    const float* head_gmem = gmem(tile.batch, tile.queries.head(visit).head);
     float value[LANE_ROWS], zero = 0;
 #pragma unroll
     for (int i = 0; i < LANE_ROWS; i++) {
-      const int row = m_block * TILE_M + i * WARP + lane;
+      const int row = visit.tile * TILE_M + i * WARP + lane;
       value[i] = row < p.seqlen_q ? head_gmem[row * stride] : none;
       if (HIDES_KEYS && row < p.seqlen_q) zero += 0 * value[i];  // or NaN
     }
@@ -215,10 +204,10 @@ template <class Smem> __device__ __forceinline__ void check_keys(const Params& p
   constexpr int K_UNITS = sizeof(smem.k) / UNIT_BYTES;
   Ring<1> keys;
   for_each_tile(p, [&](const Work& tile) {
-    if (!tile.steps(p)) return;
+    if (!tile.steps()) return;
     mbarrier_wait(&smem.k_full, keys.parity);
     u32 found = 0;
-    if (tile.q_tiles.full_begin != tile.q_tiles.begin || tile.q_tiles.full_end != tile.q_tiles.end) {
+    if (tile.queries.hides_some()) {
 #pragma unroll 4
       for (int i = lane; i < K_UNITS; i += WARP) {
         u32 unit[4];
@@ -513,7 +502,9 @@ template <class Smem> __device__ __forceinline__ void accumulate_dq(const Params
   const u64 k = descriptor_mn_major(smem_u32(smem.k), 0);
   Ring<DS_BUFFERS> buffer;
   Ring<1> keys;
-  for_each_step(p, [&](const Work& tile, int head, int m_block, bool first, bool last) {
+  for_each_step(p, [&](const Work& tile, const QueryVisit& visit, bool first, bool last) {
+    const Head at = tile.queries.head(visit);
+    const int head = at.head, m_block = visit.tile;
     if (first) {
       mbarrier_wait(&smem.k_checked, keys.parity);
       keys.advance();
@@ -524,7 +515,7 @@ template <class Smem> __device__ __forceinline__ void accumulate_dq(const Params
     // for tiles that find_work numbers before it, so somebody can always go on.
     int* turn = p.semaphore + ((i64)tile.batch * p.num_heads_q + head) * p.num_m_blocks + m_block;
     if (cfg::DETERMINISTIC) {
-      const int own = kv_range(p, m_block * TILE_M).end - 1 - tile.n_block;
+      const int own = KeyWalk(p, at, m_block * TILE_M).behind(tile.n_block);
       if (thread == 0) while (ld_acquire(turn) != own) {}
       named_barrier_sync(DQ_WARPGROUP, WARPGROUP);
     }
@@ -533,7 +524,7 @@ template <class Smem> __device__ __forceinline__ void accumulate_dq(const Params
       mbarrier_arrive(&smem.ds_empty[buffer.index]);
       if (last) mbarrier_arrive(&smem.k_empty);
     };
-    if (tile.hides(m_block) && smem.k_nonfinite) {
+    if (tile.queries.hides(visit) && smem.k_nonfinite) {
       add_dq_exactly(p, smem, buffer.index, tile, head, m_block, thread);
       done();
     } else {
@@ -570,11 +561,12 @@ __device__ __forceinline__ void store_gradient(Element* gmem, const i64 (&stride
 // dq = 0 for the queries that no key tile visits, where there is but one. Done by all warps of its `warps` together.
 __device__ __forceinline__ void zero_unvisited_dq(const Params& p, const Work& tile, int warp, int warps, int lane) {
   const int column = lane * (CHUNK / UNITS);
+  const TileRange& visited = tile.queries.range;
   for (int h = 0; h < p.qheads_per_kv; h++) {
     const int head = tile.head_kv * p.qheads_per_kv + h;
     Element* dq_gmem = p.dq + tile.batch * p.dq_stride[0] + head * p.dq_stride[2] + column;
     for (int row = warp; row < p.seqlen_q; row += warps) {
-      if (row / TILE_M == tile.q_tiles.begin) row += (tile.q_tiles.end - tile.q_tiles.begin) * TILE_M;
+      if (row / TILE_M == visited.begin) row += (visited.end - visited.begin) * TILE_M;
       if (row < p.seqlen_q && column < p.head_dim) st_global_v4(dq_gmem + row * p.dq_stride[1], {0, 0, 0, 0});
     }
   }
@@ -589,17 +581,17 @@ __device__ __forceinline__ void add_nonfinite_to_dv(const Params& p, const Work&
   for (int i = lane; i < keys * p.head_dim_v; i += WARP) {
     const int key = i / p.head_dim_v, column = i - key * p.head_dim_v;
     float sum = 0;
+    QueryVisit visit = tile.queries.start(p);
 #pragma unroll 1
-    for (int step = 0, m_block = tile.q_tiles.begin; step < tile.steps(p) && sum == sum; step++) {
-      const int head = tile.head_kv * p.qheads_per_kv + step / (tile.q_tiles.end - tile.q_tiles.begin);
-      const Element* dout_gmem = p.dout + tile.batch * p.dout_stride[0] + head * p.dout_stride[2] + column;
-      const int end = tile.hides(m_block) ? min((m_block + 1) * TILE_M, p.seqlen_q) : 0;
+    for (int step = 0; step < tile.steps() && sum == sum; step++, tile.queries.advance(p, visit)) {
+      const Head at = tile.queries.head(visit);
+      const Element* dout_gmem = p.dout + tile.batch * p.dout_stride[0] + at.head * p.dout_stride[2] + column;
+      const int end = tile.queries.hides(visit) ? min((visit.tile + 1) * TILE_M, p.seqlen_q) : 0;
 #pragma unroll 4
-      for (int m = m_block * TILE_M; m < end; m++) {
+      for (int m = visit.tile * TILE_M; m < end; m++) {
         const Element x = dout_gmem[m * p.dout_stride[1]];
-        if (nonfinite<Element>(x.bits) && visible(p, m, first + key, {tile.batch, head})) sum += to_real(x);
+        if (nonfinite<Element>(x.bits) && visible(p, m, first + key, at)) sum += to_real(x);
       }
-      if (++m_block == tile.q_tiles.end) m_block = tile.q_tiles.begin;
     }
     Element& dv = dv_gmem[key * p.dv_stride[1] + column];
     dv = Dtype<Element>::from_real(to_real(dv) + sum);

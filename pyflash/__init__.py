@@ -1,17 +1,20 @@
 """PyFlash: exact attention, forward and backward, on any framework's GPU arrays."""
 
-from . import reference
-from .api import explain, flash_attention, flash_attention_backward
+from . import masks, reference
+from .api import block_mask, explain, flash_attention, flash_attention_backward
+from .blocks import BlockMask
 from .errors import CompileError, LaunchError, Unsupported
 from .trace import abs, cos, exp, floor, log, maximum, minimum, sin, sqrt, tanh, where
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BlockMask",
     "CompileError",
     "LaunchError",
     "Unsupported",
     "abs",
+    "block_mask",
     "cos",
     "exp",
     "explain",
@@ -19,6 +22,7 @@ __all__ = [
     "flash_attention_backward",
     "floor",
     "log",
+    "masks",
     "maximum",
     "minimum",
     "reference",

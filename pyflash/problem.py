@@ -136,6 +136,8 @@ class Problem:
 
 def argument(name: str) -> str:
     """What the public functions call a tensor."""
+    if name in (slot.name for slot in features.BLOCK_LISTS):
+        return f"{name} of block_mask"
     if name in (slot.name for slot in features.CAPTURED):
         return f"array {name.rpartition('_')[2]} that score_mod or mask_mod captures"
     return "out" if name == "o" else name
@@ -264,6 +266,9 @@ def make(
     if not backward and "o" in tensors and tensors["o"].overlaps_itself():
         check.fail("o", f"strides {tensors['o'].strides} for shape {outs}", "an array whose elements do not overlap")
     sizes = features.Sizes(batch, heads_q, seqlen_q, k.shape[1])
+    for name, value in on:
+        if misfit := features.BY_NAME[name].misfit(value, sizes):
+            check.fail(name, *misfit)
     for name in tensors.keys() & features.BY_NAME.keys():
         check.feature(features.BY_NAME[name], dtype, sizes)
     if backward:
