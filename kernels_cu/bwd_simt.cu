@@ -90,15 +90,38 @@ bwd_simt(const __grid_constant__ Params params) {
     return simt::matrix(p.dout, p.dout_stride, q_begin(p, batch, p.dout_stride), head, p.seqlen_q, p.head_dim_v);
   };
 
-  // What is visited: tiles [begin, end) of one kv head, or of each query head of the group.
-  const TileRange range = cfg::PHASE_DQ ? kv_range(p, own0) : q_range(p, own0);
-  const int tiles = range.end - range.begin, num_visits = tiles * (cfg::PHASE_DQ ? 1 : p.qheads_per_kv);
-  const int first_head = cfg::PHASE_DQ ? own_head / p.qheads_per_kv : own_head * p.qheads_per_kv;
-  struct Visit { int head, block; };
-  const auto visit_at = [&](int visit) { return Visit{first_head + visit / tiles, range.begin + visit % tiles}; };
+  // What is visited: tiles of one kv head, or of each query head of the group.
+  struct Visit { int head, block; bool masked; };
+  const auto visits = [&] {
+    if constexpr (cfg::PHASE_DQ) {
+      struct Keys {
+        KeyWalk walk;
+        int head, position;
+        __device__ __forceinline__ int count() const { return walk.end - walk.begin; }
+        __device__ __forceinline__ Visit visit() const { return {head, walk.tile(position), walk.hides(position)}; }
+        __device__ __forceinline__ void advance() { position++; }
+      };
+      const KeyWalk walk(p, {batch, own_head}, own0);
+      return Keys{walk, own_head / p.qheads_per_kv, walk.begin};
+    } else {
+      struct Queries {
+        const Params& p;
+        QueryWalk walk;
+        QueryVisit at;
+        __device__ __forceinline__ int count() const { return walk.visits; }
+        __device__ __forceinline__ Visit visit() const { return {walk.head(at).head, at.tile, walk.hides(at)}; }
+        __device__ __forceinline__ void advance() { walk.advance(p, at); }
+      };
+      const QueryWalk walk(p, batch, own_head, own0);
+      return Queries{p, walk, walk.start(p)};
+    }
+  }();
+  const int num_visits = visits.count();
+  auto loaded = visits, computed = visits;  // where they are
 
   const auto load_slice = [&](int step, Element* slot) {
-    const Visit visit = visit_at(step / SLICES);
+    if (step > 0 && step % SLICES == 0) loaded.advance();
+    const Visit visit = loaded.visit();
     const auto a = cfg::PHASE_DQ ? k(visit.head) : q(visit.head), b = cfg::PHASE_DQ ? v(visit.head) : dout(visit.head);
     const int row0 = visit.block * OTHER, slice = step % SLICES;
     constexpr int DV = A_SLICES, DP = DV + DV_SLICES, DA = DP + B_SLICES;  // where each product's slices begin
@@ -241,10 +264,10 @@ bwd_simt(const __grid_constant__ Params params) {
   if (cfg::PHASE_DQ) head = own_head, load_statistics();
 
 #pragma unroll 1
-  for (int x = 0; x < num_visits; x++) {
-    const Visit visit = visit_at(x);
+  for (int x = 0; x < num_visits; x++, computed.advance()) {
+    const Visit visit = computed.visit();
     other0 = visit.block * OTHER;
-    masked = visit.block < range.full_begin || visit.block >= range.full_end;
+    masked = visit.masked;
     if (!cfg::PHASE_DQ) head = visit.head, load_statistics();
     product_of_columns(smem.a[0], simt::Constant<A_STRIDE>(), A_SLICES, cfg::TILE_D);
     probabilities();

@@ -51,8 +51,12 @@ static_assert(2 * TILE_M <= NUM_THREADS, "a thread fetches one lse or delta");
 // x, which is the same in all lanes, so that the compiler knows it.
 __device__ __forceinline__ int uniform(int x) { return redux_or(x); }
 
-// A query tile of the walk: of which query head of the group, which tile, in which slot of the rings.
-struct QueryTile { int group_head, m_block, slot; };
+// A query tile of the walk, and in which slot of the rings it is.
+struct QueryTile {
+  QueryVisit visit;
+  int slot;
+  __device__ __forceinline__ int m0() const { return visit.tile * TILE_M; }
+};
 
 extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS)
 bwd_sm80(const __grid_constant__ Params params) {
@@ -76,13 +80,14 @@ bwd_sm80(const __grid_constant__ Params params) {
   const int n_block = uniform(cfg::DETERMINISTIC ? key_tile.blocks - 1 - key_tile.block : key_tile.block);
   const int batch = uniform(key_tile.batch), kv_head = uniform(key_tile.head);
   const int n0 = n_block * TILE_N, keys = p.seqlen_k - n0;
-  const TileRange range = q_range(p, n0);
-  const int tiles = (range.end - range.begin) * p.qheads_per_kv;
-  auto after = [&](const QueryTile& tile, int slot) {
-    const bool last = tile.m_block + 1 == range.end;
-    return QueryTile{tile.group_head + last, last ? range.begin : tile.m_block + 1, slot};
+  const QueryWalk queries(p, batch, kv_head, n0);
+  const int tiles = queries.visits;
+  const QueryVisit start = queries.start(p);
+  auto after = [&](QueryVisit visit) {
+    queries.advance(p, visit);
+    return visit;
   };
-  auto hides = [&](const QueryTile& tile) { return tile.m_block < range.full_begin || tile.m_block >= range.full_end; };
+  auto hides = [&](const QueryTile& tile) { return queries.hides(tile.visit); };
 
   const bool role1 = warp >= ROLE_WARPS;
   const int role_warp = warp % ROLE_WARPS, part = role_warp % SPLIT;
@@ -94,7 +99,7 @@ bwd_sm80(const __grid_constant__ Params params) {
   auto fresh_lane = [&] { return fresh_thread() % 32; };
 
   // Where the next query tile to be requested lies.
-  const int first_head = kv_head * p.qheads_per_kv, first_row = range.begin * TILE_M;
+  const int first_head = queries.head(start).head, first_row = start.tile * TILE_M;
   struct { const Element *q, *dout; const float *lse, *delta; } source = {
     p.q + q_begin(p, batch, p.q_stride) + first_head * p.q_stride[2] + first_row * p.q_stride[1],
     p.dout + q_begin(p, batch, p.dout_stride) + first_head * p.dout_stride[2] + first_row * p.dout_stride[1],
@@ -102,7 +107,7 @@ bwd_sm80(const __grid_constant__ Params params) {
     p.delta + rows_begin(p, flat_head(p, batch, first_head)) + first_row};
   // Requests it; which one comes then. Its lse and delta are for the threads that requested them to finish.
   auto load_queries = [&](const QueryTile& tile) {
-    const int thread = fresh_thread(), row = thread % TILE_M, rows = p.seqlen_q - tile.m_block * TILE_M;
+    const int thread = fresh_thread(), row = thread % TILE_M, rows = p.seqlen_q - tile.m0();
     const GmemTile<const Element> q = {source.q, p.q_stride[1], p.q_stride[3], rows, p.head_dim};
     const GmemTile<const Element> dout = {source.dout, p.dout_stride[1], p.dout_stride[3], rows, p.head_dim_v};
     load_tile<TILE_M, TILE_D, cfg::WIDE_Q, RAGGED_D, true, NUM_THREADS>(smem.q[tile.slot], q, thread);
@@ -113,8 +118,8 @@ bwd_sm80(const __grid_constant__ Params params) {
       cp_async<4>(smem_u32(smem.delta[tile.slot]) + row * 4, source.delta + row, row < rows);
     }
     cp_async_commit();
-    const QueryTile next = after(tile, 0);
-    const int heads = next.group_head - tile.group_head, rows_on = (next.m_block - tile.m_block) * TILE_M;
+    const QueryVisit next = after(tile.visit);
+    const int heads = next.group_head - tile.visit.group_head, rows_on = (next.tile - tile.visit.tile) * TILE_M;
     source.q += heads * p.q_stride[2] + rows_on * p.q_stride[1];
     source.dout += heads * p.dout_stride[2] + rows_on * p.dout_stride[1];
     source.lse += heads * p.lse_stride[1] + rows_on * p.lse_stride[2];
@@ -124,7 +129,7 @@ bwd_sm80(const __grid_constant__ Params params) {
   auto finish_rows = [&](const QueryTile& tile) {
     if (thread >= TILE_M) return;
     float& lse = reinterpret_cast<float*>(smem.lse[tile.slot])[thread];
-    lse = lse_origin(tile.m_block * TILE_M + thread < p.seqlen_q ? lse : NEG_INF);
+    lse = lse_origin(tile.m0() + thread < p.seqlen_q ? lse : NEG_INF);
   };
   auto load_kv = [&] {
     const GmemTile<const Element> k = {p.k + k_begin(p, batch, p.k_stride) + kv_head * p.k_stride[2] + n0 * p.k_stride[1],
@@ -138,7 +143,7 @@ bwd_sm80(const __grid_constant__ Params params) {
   // Calls step(i, tile i-1, tile i, tile i+1, dirty) for i = -1 .. tiles, behind one barrier each, with tile i+2 on its
   // way. dirty: there are keys that queries of tile i+1 do not see, and inf or NaN in q or do.
   auto walk = [&](auto step) {
-    QueryTile previous = {0, 0, 1}, current = {0, 0, 2}, next = {0, range.begin, 0};
+    QueryTile previous = {{}, 1}, current = {{}, 2}, next = {start, 0};
     for (int i = -1; i <= tiles; i++) {
       const bool arrived = i + 1 < tiles, mixed = arrived && hides(next);
       cp_async_wait<0>();
@@ -152,7 +157,7 @@ bwd_sm80(const __grid_constant__ Params params) {
       }
       named_barrier_sync(STEP, NUM_THREADS);
       const bool dirty = mixed && smem.nonfinite_at[next.slot] == i;
-      const QueryTile requested = after(next, previous.slot);
+      const QueryTile requested = {after(next.visit), previous.slot};
       if (i + 2 < tiles) load_queries(requested);
       step(i, previous, current, next, dirty);
       previous = current, current = next, next = requested;
@@ -162,16 +167,16 @@ bwd_sm80(const __grid_constant__ Params params) {
   auto pair = [&](int m, int half) { return (m * BLOCK + half * 8) / 2 + lane % 4; };
   auto query = [&](int m, int half, int e) { return pair(m, half) * 2 + e % 2; };
   auto key = [&](int n, int e) { return n0 + key0 + n * BLOCK + e / 2 * 8 + lane / 4; };
-  auto head_of = [&](const QueryTile& tile) { return Head{batch, first_head + tile.group_head}; };
+  auto head_of = [&](const QueryTile& tile) { return queries.head(tile.visit); };
   auto scorer_of = [&](const QueryTile& tile) {  // of this lane's first element
-    return Scorer(p, head_of(tile), tile.m_block * TILE_M + query(0, 0, 0), key(0, 0));
+    return Scorer(p, head_of(tile), tile.m0() + query(0, 0, 0), key(0, 0));
   };
   auto hide = [&](const QueryTile& tile, Scores& x) {
 #pragma unroll
     for (int i = 0; i < KEY_BLOCKS * 2; i++) {
       const int n = i / 2, row = i % 2 * 2;  // of the accumulators: elements row and row + 1 are of one key
       const VisibleQueries queries =
-          visible_queries(p, key(n, row), tile.m_block * TILE_M + query(0, 0, 0), head_of(tile));
+          visible_queries(p, key(n, row), tile.m0() + query(0, 0, 0), head_of(tile));
 #pragma unroll
       for (int j = 0; j < Q_BLOCKS * 4; j++) {
         const int m = j / 4, half = j / 2 % 2, e = j % 2;
@@ -187,10 +192,9 @@ bwd_sm80(const __grid_constant__ Params params) {
   bool k_dirty = false;  // there are queries that do not see all keys, and inf or NaN in k
   if (tiles > 0) {
     load_kv();
-    load_queries({0, range.begin, 0});
+    load_queries({start, 0});
     cp_async_wait<0>();
-    const bool all_full = range.full_begin == range.begin && range.full_end == range.end;
-    k_dirty = __syncthreads_or(!all_full && loaded_nonfinite<TILE_N, TILE_D, NUM_THREADS>(smem.k, thread));
+    k_dirty = __syncthreads_or(queries.hides_some() && loaded_nonfinite<TILE_N, TILE_D, NUM_THREADS>(smem.k, thread));
   }
 
   // Element (row, col) of a tile in smem.
@@ -207,7 +211,7 @@ bwd_sm80(const __grid_constant__ Params params) {
       float sum = 0;
 #pragma unroll 1
       for (int n = 0; n < TILE_N; n++) {
-        if (!visible(p, tile.m_block * TILE_M + m, n0 + n, head_of(tile))) continue;
+        if (!visible(p, tile.m0() + m, n0 + n, head_of(tile))) continue;
         const float ds = to_real(element(Int<TILE_M>(), smem.pt[tile.slot], n, m));
         sum += ds * to_real(element(Int<TILE_D>(), smem.k, n, d));
       }
@@ -226,14 +230,15 @@ bwd_sm80(const __grid_constant__ Params params) {
       const int n = i / TILE_DV, d = i % TILE_DV;
       Element& dv = element(Int<TILE_DV>(), smem.v, n, d);
       float sum = to_real(dv);
-      for (QueryTile tile = {0, range.begin, 0}; d < p.head_dim_v && tile.group_head < p.qheads_per_kv;) {
-        const int m0 = tile.m_block * TILE_M;
-        const Element* dout = p.dout + q_begin(p, batch, p.dout_stride) + (first_head + tile.group_head) * p.dout_stride[2];
+      QueryTile tile = {start, 0};
+      for (int x = 0; d < p.head_dim_v && x < tiles; x++, tile.visit = after(tile.visit)) {
+        const int m0 = tile.m0();
+        const Head at = head_of(tile);
+        const Element* dout = p.dout + q_begin(p, batch, p.dout_stride) + at.head * p.dout_stride[2];
         for (int m = m0; hides(tile) && m < min(m0 + TILE_M, p.seqlen_q); m++) {
           const Element x = dout[m * p.dout_stride[1] + d * p.dout_stride[3]];
-          if (nonfinite<Element>(x.bits) && visible(p, m, n0 + n, head_of(tile))) sum += to_real(x);
+          if (nonfinite<Element>(x.bits) && visible(p, m, n0 + n, at)) sum += to_real(x);
         }
-        if (++tile.m_block == range.end) tile = {tile.group_head + 1, range.begin, 0};
       }
       dv = Dtype<Element>::from_real(sum);
     }
@@ -245,13 +250,14 @@ bwd_sm80(const __grid_constant__ Params params) {
     QueryGradient dq;
     multiply_ds_k(dq, block_at<TILE_M>(lane_address<TILE_M, COLS_FIRST>(smem.pt[tile.slot], 0, lane), 0, dq_row),
                   first_block<TILE_D>(smem.k, dq_part, lane), dq_part);
-    const i64 head = flat_head(p, batch, first_head) + tile.group_head;
-    const int m0 = tile.m_block * TILE_M, rows = p.seqlen_q - m0, row_stride = RAGGED_D ? p.head_dim : TILE_D;
+    const Head at = head_of(tile);
+    const i64 head = flat_head(p, batch, at.head);
+    const int m0 = tile.m0(), rows = p.seqlen_q - m0, row_stride = RAGGED_D ? p.head_dim : TILE_D;
     float* dst = p.dq_accum + (rows_begin(p, head) + m0) * row_stride;  // the tile
     float* warp_dst = dst + dq_row * row_stride + dq_part * BLOCK;    // this warp's part of it
-    int* turn = p.semaphore + flag_at(p, head, tile.m_block);
+    int* turn = p.semaphore + flag_at(p, head, tile.visit.tile);
     if (cfg::DETERMINISTIC) {
-      const int before = (kv_range(p, m0).end - 1 - n_block) * WARPS;
+      const int before = KeyWalk(p, at, m0).behind(n_block) * WARPS;
       if (lane == 0) while (ld_acquire(turn) < before) {}
       __syncwarp();
     }

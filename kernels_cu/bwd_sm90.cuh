@@ -28,16 +28,10 @@ __device__ __forceinline__ Pair unpack2(u32 x) {
 struct Work {
   int n_block, head_kv, batch;
   bool exists;  // the middle tile of a head has no partner: see find_work
-  TileRange q_tiles;
+  QueryWalk queries;
 
-  __device__ __forceinline__ Head first_head(const Params& p) const { return {batch, head_kv * p.qheads_per_kv}; }
   __device__ __forceinline__ int n0() const { return n_block * TILE_N; }
-  __device__ __forceinline__ int steps(const Params& p) const {
-    return (q_tiles.end - q_tiles.begin) * p.qheads_per_kv;
-  }
-  __device__ __forceinline__ bool hides(int m_block) const {
-    return m_block < q_tiles.full_begin || m_block >= q_tiles.full_end;
-  }
+  __device__ __forceinline__ int steps() const { return queries.visits; }
 };
 
 // The CTA's `turn`-th piece of work, or false. All warps find it by themselves, so nothing need be communicated.
@@ -56,7 +50,7 @@ template <class Own> __device__ __forceinline__ bool find_work(Own& own, int tur
     if (!work.exists) return true;
     work.n_block = cfg::DETERMINISTIC ? tile.blocks - 1 - tile.block : tile.block;
     work.batch = tile.batch, work.head_kv = tile.head;
-    work.q_tiles = q_range(p, work.n0());
+    work.queries = QueryWalk(p, work.batch, work.head_kv, work.n0());
     return true;
   }
   const int heads = p.batch * p.num_heads_kv, ctas = gridDim.x, cta = blockIdx.x;
@@ -78,7 +72,7 @@ template <class Own> __device__ __forceinline__ bool find_work(Own& own, int tur
   work.n_block = block;
   work.batch = head / p.num_heads_kv;
   work.head_kv = head - work.batch * p.num_heads_kv;
-  work.q_tiles = q_range(p, work.n0());
+  work.queries = QueryWalk(p, work.batch, work.head_kv, work.n0());
   return true;
 }
 
@@ -90,17 +84,12 @@ template <class Own, class Do> __device__ __forceinline__ void for_each_tile(Own
   }
 }
 
-// Calls step(tile, head, m_block, first, last) for every step of the CTA: every query tile that a key tile visits, of
+// Calls step(tile, visit, first, last) for every step of the CTA: every query tile that a key tile visits, of
 // every query head of its group. `first` and `last` of the key tile.
 template <class Own, class Do> __device__ __forceinline__ void for_each_step(Own& own, Do step) {
   const Params& p = own.p;
   for_each_tile(own, [&](const Work& tile) {
-    for (int h = 0; h < p.qheads_per_kv; h++) {
-      for (int m_block = tile.q_tiles.begin; m_block < tile.q_tiles.end; m_block++) {
-        step(tile, tile.head_kv * p.qheads_per_kv + h, m_block, h == 0 && m_block == tile.q_tiles.begin,
-             h == p.qheads_per_kv - 1 && m_block == tile.q_tiles.end - 1);
-      }
-    }
+    tile.queries.for_each(p, [&](const QueryVisit& visit, bool first, bool last) { step(tile, visit, first, last); });
   });
 }
 
@@ -134,11 +123,11 @@ __device__ __forceinline__ const float* delta_of(const Params& p, int batch, int
 // Whether the queries of a step must be made finite: some do not see all keys of the tile, and lse or delta is not
 // finite (or no key is seen, so that lse says nothing of q). A warp's question, of buffer `at`.
 template <class Smem>
-__device__ __forceinline__ bool must_be_made_finite(Smem& smem, const Work& tile, int m_block, int at, u32 parity,
+__device__ __forceinline__ bool must_be_made_finite(Smem& smem, const Work& tile, const QueryVisit& visit, int at, u32 parity,
                                                     int lane) {
   if (!HIDES_KEYS) return false;
   mbarrier_wait(&smem.values_full[at], parity);
-  return tile.hides(m_block) && uniform(lane == 0 ? smem.lse_nonfinite[at] | smem.delta_nonfinite[at] : 0);
+  return tile.queries.hides(visit) && uniform(lane == 0 ? smem.lse_nonfinite[at] | smem.delta_nonfinite[at] : 0);
 }
 
 // Instead of load_tile: the TILE_M queries from m0 on of q or do, copied by hand without inf and NaN, as one arrival on
@@ -191,12 +180,12 @@ __device__ __forceinline__ void produce_values(Own<VARLEN>& own, TileValues (&ri
   constexpr int LANE_ROWS = TILE_M / WARP;
   const Params& p = own.p;
   Ring<STAGES> stage;
-  for_each_step(own, [&](const Work& tile, int head, int m_block, bool, bool) {
-    const float* head_gmem = gmem(tile.batch, head);
+  for_each_step(own, [&](const Work& tile, const QueryVisit& visit, bool, bool) {
+    const float* head_gmem = gmem(tile.batch, tile.queries.head(visit).head);
     float value[LANE_ROWS], zero = 0;
 #pragma unroll
     for (int i = 0; i < LANE_ROWS; i++) {
-      const int row = m_block * TILE_M + i * WARP + lane;
+      const int row = visit.tile * TILE_M + i * WARP + lane;
       value[i] = row < p.seqlen_q ? head_gmem[row * stride] : none;
       if (HIDES_KEYS && row < p.seqlen_q) zero += 0 * value[i];  // or NaN
       // Behind the sequence are rows of another, of which q and do come along.
@@ -235,14 +224,13 @@ __device__ __forceinline__ void produce_delta(Own<VARLEN>& own, Smem& smem, Awai
 // A warp's work: looks for inf and NaN in every k tile of which some queries do not see all keys. 0 * inf is NaN, so
 // those queries' dq then needs care (add_dq_exactly).
 template <class Smem> __device__ __forceinline__ void check_keys(Own<VARLEN>& own, Smem& smem, int lane) {
-  const Params& p = own.p;
   constexpr int K_UNITS = sizeof(smem.k) / UNIT_BYTES;
   Ring<1> keys;
   for_each_tile(own, [&](const Work& tile) {
-    if (!tile.steps(p)) return;
+    if (!tile.steps()) return;
     mbarrier_wait(&smem.k_full, keys.parity);
     u32 found = 0;
-    if (tile.q_tiles.full_begin != tile.q_tiles.begin || tile.q_tiles.full_end != tile.q_tiles.end) {
+    if (tile.queries.hides_some()) {
 #pragma unroll 4
       for (int i = lane; i < K_UNITS; i += WARP) {
         u32 unit[4];

@@ -46,10 +46,10 @@ __device__ __forceinline__ void produce_tiles(Own<VARLEN>& own, Smem& smem, int 
   const Params& p = own.p;
   Ring<STAGES> stage;
   Ring<1> keys;
-  for_each_step(own, [&](const Work& tile, int head, int m_block, bool first, bool) {
-    const int at = stage.index, m0 = m_block * TILE_M;
+  for_each_step(own, [&](const Work& tile, const QueryVisit& visit, bool first, bool) {
+    const int at = stage.index, m0 = visit.tile * TILE_M, head = tile.queries.head(visit).head;
     await_as_warp(&smem.q_empty[at], stage.parity ^ 1);
-    const bool make_finite = must_be_made_finite(smem, tile, m_block, at, stage.parity, lane);
+    const bool make_finite = must_be_made_finite(smem, tile, visit, at, stage.parity, lane);
     if (make_finite) {
       load_finite(p, smem.q[at], p.q, p.q_stride, p.head_dim, &smem.q_full[at], m0, head, tile.batch, nullptr, lane);
     } else if (lane == 0) {
@@ -87,7 +87,7 @@ __device__ __forceinline__ void compute_probabilities(Own<VARLEN>& own, Smem& sm
   Ring<P_BUFFERS> buffer;
   Ring<1> keys;
   for_each_tile(own, [&](const Work& tile) {
-    const int steps = tile.steps(p), key = tile.n0() + warp_key + lane / 4;
+    const int steps = tile.steps(), key = tile.n0() + warp_key + lane / 4;
     bool dv_lacks = false;
 #pragma unroll
     for (int i = 0; i < TILE_DV / 2; i++) dv_rmem[i] = 0;
@@ -100,13 +100,13 @@ __device__ __forceinline__ void compute_probabilities(Own<VARLEN>& own, Smem& sm
       wgmma_wait<0>();
       wgmma_hold(s_rmem);
     }
-    int m_block = tile.q_tiles.begin;
-    Head head = tile.first_head(p);
+    QueryVisit visit = tile.queries.start(p);
     for (int step = 1; step <= steps; step++) {
-      const int at = stage.index;
+      const int at = stage.index, m0 = visit.tile * TILE_M;
       const bool last = step == steps;
-      const bool hides = tile.hides(m_block);
-      exponentiate(p, p_rmem, weight_rmem, hidden, s_rmem, smem.lse[at], scale, head, m_block * TILE_M, key, hides, lane);
+      const Head head = tile.queries.head(visit);
+      const bool hides = tile.queries.hides(visit);
+      exponentiate(p, p_rmem, weight_rmem, hidden, s_rmem, smem.lse[at], scale, head, m0, key, hides, lane);
       mbarrier_wait(&smem.p_empty[buffer.index], buffer.parity ^ 1);
 #pragma unroll
       for (int s = 0; s < M_STEPS; s++) {
@@ -134,7 +134,7 @@ __device__ __forceinline__ void compute_probabilities(Own<VARLEN>& own, Smem& sm
       wgmma_hold(p_rmem);
       wgmma_hold(dv_rmem);
       if (lane == 0) mbarrier_arrive(&smem.dout_empty[at]);
-      if (++m_block == tile.q_tiles.end) m_block = tile.q_tiles.begin, head.head++;
+      tile.queries.advance(p, visit);
     }
     if (steps && lane == 0) mbarrier_arrive(&smem.k_empty);
     store_gradient<TILE_DV>(p, p.dv, p.dv_stride, tile, warp_key, p.seqlen_k, p.head_dim_v, dv_rmem, kept_scale(p),
@@ -155,7 +155,7 @@ __device__ __forceinline__ void compute_score_gradients(Own<VARLEN>& own, Smem& 
   Ring<DS_BUFFERS> ds_buffer;
   Ring<1> keys;
   for_each_tile(own, [&](const Work& tile) {
-    const int steps = tile.steps(p);
+    const int steps = tile.steps();
 #pragma unroll
     for (int i = 0; i < TILE_D / 2; i++) dk_rmem[i] = 0;
     if (steps) {
@@ -168,19 +168,19 @@ __device__ __forceinline__ void compute_score_gradients(Own<VARLEN>& own, Smem& 
       wgmma_hold(dp_rmem);
       if (lane == 0) mbarrier_arrive(&smem.dout_empty[stage.index]);
     }
-    int m_block = tile.q_tiles.begin;
-    Head head = tile.first_head(p);
+    QueryVisit visit = tile.queries.start(p);
     for (int step = 1; step <= steps; step++) {
-      const int at = stage.index;
+      const int at = stage.index, m0 = visit.tile * TILE_M;
       const bool last = step == steps;
+      const Head head = tile.queries.head(visit);
       mbarrier_wait(&smem.p_full[p_buffer.index], p_buffer.parity);
       make_ds(p, dp_rmem,
               [&](u32 (&p_rmem)[4], int s) { ld_shared_v4(p_rmem, smem_u32(smem.p[p_buffer.index][s][thread])); },
-              smem.delta[at], smem.lse[at], head, m_block * TILE_M, tile.n0() + warp_key + lane / 4, lane);
+              smem.delta[at], smem.lse[at], head, m0, tile.n0() + warp_key + lane / 4, lane);
       __syncwarp();
       if (lane == 0) mbarrier_arrive(&smem.p_empty[p_buffer.index]);
       p_buffer.advance();
-      if (!MARKS_HIDDEN && tile.hides(m_block)) hide(dp_rmem, p, m_block * TILE_M, tile.n0() + warp_key + lane / 4, lane);
+      if (!MARKS_HIDDEN && tile.queries.hides(visit)) hide(dp_rmem, p, m0, tile.n0() + warp_key + lane / 4, lane);
 #pragma unroll
       for (int s = 0; s < M_STEPS; s++) {
 #pragma unroll
@@ -212,7 +212,7 @@ __device__ __forceinline__ void compute_score_gradients(Own<VARLEN>& own, Smem& 
         mbarrier_arrive(&smem.q_empty[at]);
         if (!last) mbarrier_arrive(&smem.dout_empty[stage.index]);
       }
-      if (++m_block == tile.q_tiles.end) m_block = tile.q_tiles.begin, head.head++;
+      tile.queries.advance(p, visit);
     }
     if (steps && lane == 0) mbarrier_arrive(&smem.k_empty);
     store_gradient<TILE_D>(p, p.dk, p.dk_stride, tile, warp_key, p.seqlen_k, p.head_dim, dk_rmem, p.softmax_scale,

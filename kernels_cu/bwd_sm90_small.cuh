@@ -50,10 +50,10 @@ __device__ __forceinline__ void produce_tiles(Own<VARLEN>& own, Smem& smem, int 
   const Params& p = own.p;
   Ring<STAGES> stage;
   Ring<1> keys;
-  for_each_step(own, [&](const Work& tile, int head, int m_block, bool first, bool) {
-    const int at = stage.index, m0 = m_block * TILE_M;
+  for_each_step(own, [&](const Work& tile, const QueryVisit& visit, bool first, bool) {
+    const int at = stage.index, m0 = visit.tile * TILE_M, head = tile.queries.head(visit).head;
     await_as_warp(&smem.empty[at], stage.parity ^ 1);
-    if (must_be_made_finite(smem, tile, m_block, at, stage.parity, lane)) {
+    if (must_be_made_finite(smem, tile, visit, at, stage.parity, lane)) {
       load_finite(p, smem.q[at], p.q, p.q_stride, p.head_dim, &smem.q_full[at], m0, head, tile.batch, nullptr, lane);
       load_finite(p, smem.dout[at], p.dout, p.dout_stride, p.head_dim_v, &smem.dout_full[at], m0, head, tile.batch,
                   &smem.dout_made_finite[at], lane);
@@ -112,7 +112,7 @@ __device__ __forceinline__ void consume(Own<VARLEN>& own, Smem& smem, int consum
   };
 
   for_each_tile(own, [&](const Work& tile) {
-    const int steps = tile.steps(p), key = tile.n0() + warp_key + lane / 4;
+    const int steps = tile.steps(), key = tile.n0() + warp_key + lane / 4;
 #pragma unroll
     for (int i = 0; i < TILE_D / 2; i++) dk_rmem[i] = 0;
 #pragma unroll
@@ -127,24 +127,24 @@ __device__ __forceinline__ void consume(Own<VARLEN>& own, Smem& smem, int consum
       mbarrier_wait(&smem.v_full, keys.parity);
       keys.advance();
     }
-    int m_block = tile.q_tiles.begin;
-    Head head = tile.first_head(p);
+    QueryVisit visit = tile.queries.start(p);
     bool dv_lacks = false;
     for (int step = 1; step <= steps; step++) {
-      const int at = stage.index;
+      const int at = stage.index, m0 = visit.tile * TILE_M;
       const bool last = step == steps;
+      const Head head = tile.queries.head(visit);
       mbarrier_wait(&smem.dout_full[at], stage.parity);
-      const bool hides = tile.hides(m_block);
+      const bool hides = tile.queries.hides(visit);
       if (HIDES_KEYS && hides) dv_lacks |= smem.dout_made_finite[at];
-      exponentiate(p, a_rmem, weight_rmem, hidden, s_rmem, smem.lse[at], scale, head, m_block * TILE_M, key, hides, lane);
+      exponentiate(p, a_rmem, weight_rmem, hidden, s_rmem, smem.lse[at], scale, head, m0, key, hides, lane);
       multiply_dp_and_dv(at);
       wgmma_wait<1>();
       wgmma_hold(dp_rmem);
       if (last && lane == 0) mbarrier_arrive(&smem.v_empty);
-      make_ds(p, dp_rmem, p_of_step, smem.delta[at], smem.lse[at], head, m_block * TILE_M, key, lane);
+      make_ds(p, dp_rmem, p_of_step, smem.delta[at], smem.lse[at], head, m0, key, lane);
       if (hides) {
         if constexpr (HIDES_ANYWHERE) hide(dp_rmem, hidden);
-        else hide(dp_rmem, p, m_block * TILE_M, key, lane);
+        else hide(dp_rmem, p, m0, key, lane);
       }
       mbarrier_wait(&smem.ds_empty[buffer.index], buffer.parity ^ 1);
       wgmma_wait<0>();
@@ -175,7 +175,7 @@ __device__ __forceinline__ void consume(Own<VARLEN>& own, Smem& smem, int consum
       wgmma_hold(a_rmem);
       wgmma_hold(dk_rmem);
       if (lane == 0) mbarrier_arrive(&smem.empty[at]);
-      if (++m_block == tile.q_tiles.end) m_block = tile.q_tiles.begin, head.head++;
+      tile.queries.advance(p, visit);
     }
     if (steps && lane == 0) mbarrier_arrive(&smem.k_empty);
     store_gradient<TILE_DV>(p, p.dv, p.dv_stride, tile, warp_key, p.seqlen_k, p.head_dim_v, dv_rmem, kept_scale(p),

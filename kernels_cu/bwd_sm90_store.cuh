@@ -117,7 +117,9 @@ template <class Smem> __device__ __forceinline__ void accumulate_dq(Own<VARLEN>&
   const u64 k = descriptor_mn_major(smem_u32(smem.k), 0);
   Ring<DS_BUFFERS> buffer;
   Ring<1> keys;
-  for_each_step(own, [&](const Work& tile, int head, int m_block, bool first, bool last) {
+  for_each_step(own, [&](const Work& tile, const QueryVisit& visit, bool first, bool last) {
+    const Head at = tile.queries.head(visit);
+    const int head = at.head, m_block = visit.tile;
     if (first) {
       mbarrier_wait(&smem.k_checked, keys.parity);
       keys.advance();
@@ -128,7 +130,7 @@ template <class Smem> __device__ __forceinline__ void accumulate_dq(Own<VARLEN>&
     // for tiles that find_work numbers before it, so somebody can always go on.
     int* turn = p.semaphore + flag_at(p, flat_head(p, tile.batch, head), m_block);
     if (cfg::DETERMINISTIC) {
-      const int own = kv_range(p, m_block * TILE_M).end - 1 - tile.n_block;
+      const int own = KeyWalk(p, at, m_block * TILE_M).behind(tile.n_block);
       if (thread == 0) while (ld_acquire(turn) != own) {}
       named_barrier_sync(DQ_WARPGROUP, WARPGROUP);
     }
@@ -137,7 +139,7 @@ template <class Smem> __device__ __forceinline__ void accumulate_dq(Own<VARLEN>&
       mbarrier_arrive(&smem.ds_empty[buffer.index]);
       if (last) mbarrier_arrive(&smem.k_empty);
     };
-    if (tile.hides(m_block) && smem.k_nonfinite) {
+    if (tile.queries.hides(visit) && smem.k_nonfinite) {
       add_dq_exactly(p, smem, buffer.index, tile, head, m_block, thread);
       done();
     } else {
@@ -174,11 +176,12 @@ __device__ __forceinline__ void store_gradient(const Params& p, Element* gmem, c
 // dq = 0 for the queries that no key tile visits, where there is but one. Done by all warps of its `warps` together.
 __device__ __forceinline__ void zero_unvisited_dq(const Params& p, const Work& tile, int warp, int warps, int lane) {
   const int column = lane * (CHUNK / UNITS);
+  const TileRange& visited = tile.queries.range;
   for (int h = 0; h < p.qheads_per_kv; h++) {
     const int head = tile.head_kv * p.qheads_per_kv + h;
     Element* dq_gmem = p.dq + tile.batch * p.dq_stride[0] + head * p.dq_stride[2] + column;
     for (int row = warp; row < p.seqlen_q; row += warps) {
-      if (row / TILE_M == tile.q_tiles.begin) row += (tile.q_tiles.end - tile.q_tiles.begin) * TILE_M;
+      if (row / TILE_M == visited.begin) row += (visited.end - visited.begin) * TILE_M;
       if (row < p.seqlen_q && column < p.head_dim) st_global_v4(dq_gmem + row * p.dq_stride[1], {0, 0, 0, 0});
     }
   }
@@ -193,17 +196,17 @@ __device__ __forceinline__ void add_nonfinite_to_dv(const Params& p, const Work&
   for (int i = lane; i < keys * p.head_dim_v; i += WARP) {
     const int key = i / p.head_dim_v, column = i - key * p.head_dim_v;
     float sum = 0;
+    QueryVisit visit = tile.queries.start(p);
 #pragma unroll 1
-    for (int step = 0, m_block = tile.q_tiles.begin; step < tile.steps(p) && sum == sum; step++) {
-      const int head = tile.head_kv * p.qheads_per_kv + step / (tile.q_tiles.end - tile.q_tiles.begin);
-      const Element* dout_gmem = p.dout + q_begin(p, tile.batch, p.dout_stride) + head * p.dout_stride[2] + column;
-      const int end = tile.hides(m_block) ? min((m_block + 1) * TILE_M, p.seqlen_q) : 0;
+    for (int step = 0; step < tile.steps() && sum == sum; step++, tile.queries.advance(p, visit)) {
+      const Head at = tile.queries.head(visit);
+      const Element* dout_gmem = p.dout + q_begin(p, tile.batch, p.dout_stride) + at.head * p.dout_stride[2] + column;
+      const int end = tile.queries.hides(visit) ? min((visit.tile + 1) * TILE_M, p.seqlen_q) : 0;
 #pragma unroll 4
-      for (int m = m_block * TILE_M; m < end; m++) {
+      for (int m = visit.tile * TILE_M; m < end; m++) {
         const Element x = dout_gmem[m * p.dout_stride[1]];
-        if (nonfinite<Element>(x.bits) && visible(p, m, first + key, {tile.batch, head})) sum += to_real(x);
+        if (nonfinite<Element>(x.bits) && visible(p, m, first + key, at)) sum += to_real(x);
       }
-      if (++m_block == tile.q_tiles.end) m_block = tile.q_tiles.begin;
     }
     Element& dv = dv_gmem[key * p.dv_stride[1] + column];
     dv = Dtype<Element>::from_real(to_real(dv) + sum);

@@ -66,13 +66,13 @@ fwd_simt(const __grid_constant__ Params params) {
   const auto q = simt::matrix(p.q, p.q_stride, q_begin(p, batch, p.q_stride), head, p.seqlen_q, p.head_dim);
   const auto k = simt::matrix(p.k, p.k_stride, k_begin(p, batch, p.k_stride), head_kv, p.seqlen_k, p.head_dim);
   const auto v = simt::matrix(p.v, p.v_stride, k_begin(p, batch, p.v_stride), head_kv, p.seqlen_k, p.head_dim_v);
-  const TileRange range = kv_range(p, m0);
+  const KeyWalk walk(p, {batch, head}, m0);
 
   const auto q_idx = [&](int i) { return m0 + thread_row + i * simt::THREAD_ROWS; };
   const auto kv_offset = [&](int j) { return thread_col + j * simt::THREAD_COLS; };
 
   const auto load_slice = [&](int step, Element* slot) {
-    const int n0 = (range.end - 1 - step / SLICES) * cfg::TILE_N, slice = step % SLICES;
+    const int n0 = walk.tile(walk.end - 1 - step / SLICES) * cfg::TILE_N, slice = step % SLICES;
     if (slice < K_SLICES) {
       simt::load_tile<cfg::WIDE_K, cfg::TILE_N, cfg::SLICE_D, K_STRIDE>(slot, k, n0, slice * cfg::SLICE_D);
     } else {
@@ -80,7 +80,7 @@ fwd_simt(const __grid_constant__ Params params) {
       simt::load_tile<cfg::WIDE_V, cfg::SLICE_N, cfg::TILE_DV, cfg::TILE_DV>(slot, v, row, 0);
     }
   };
-  simt::Stream<SLOT, decltype(load_slice)> slices{smem.slots, load_slice, (range.end - range.begin) * SLICES};
+  simt::Stream<SLOT, decltype(load_slice)> slices{smem.slots, load_slice, (walk.end - walk.begin) * SLICES};
 
   Element s_rmem[ROWS][COLS], o_rmem[ROWS][COLS_V] = {};
   Element row_max[ROWS], row_sum[ROWS];  // in units of log2, of the whole row; of p, in this thread's columns
@@ -175,9 +175,9 @@ fwd_simt(const __grid_constant__ Params params) {
   slices.start();
 
 #pragma unroll 1
-  for (int n_block = range.end - 1; n_block >= range.begin; n_block--) {
-    const int n0 = n_block * cfg::TILE_N;
-    const bool masked = n_block < range.full_begin || n_block >= range.full_end;
+  for (int position = walk.end - 1; position >= walk.begin; position--) {
+    const int n0 = walk.tile(position) * cfg::TILE_N;
+    const bool masked = walk.hides(position);
     scores();
     softmax(n0, masked);
     Element pv_rmem[ROWS][COLS_V] = {};

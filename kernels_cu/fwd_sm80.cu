@@ -75,7 +75,7 @@ struct Smem {
     Element o[TILE_M * TILE_DV];
   };
   alignas(128) Work work;  // kept here for the end, out of the registers
-  int nonfinite_tile[2];   // the latest even and the latest odd masked tile with inf or NaN in v
+  int nonfinite_at[2];   // the latest even and odd position of a masked tile with inf or NaN in v
   bool replaced_values;    // whether the output needs add_nonfinite
 };
 static_assert(sizeof(Smem) == SMEM_BYTES, "tiles.py and Smem disagree");
@@ -109,13 +109,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_CTAS) fwd_sm80(con
     work = decode_block(p);
   }
   const int kv_head = uniform(u32(work.head) / u32(p.qheads_per_kv));
-  TileRange range = kv_range(p, work.m0);
-  range.end = uniform(range.end), range.full_end = uniform(range.full_end);
-  TileRange warp = range;  // what this warp sees of it
-  if (OWN_RANGES) {
-    warp = kv_range(p, work.m0 + uniform(warp_row), WARP_ROWS);
-    warp.end = uniform(warp.end), warp.full_end = uniform(warp.full_end);
-  }
+  auto in_all_lanes = [](KeyWalk walk) {
+    walk.end = uniform(walk.end), walk.range.full_end = uniform(walk.range.full_end);
+    return walk;
+  };
+  const Head at = {work.batch, work.head};
+  const KeyWalk range = in_all_lanes({p, at, work.m0});
+  KeyWalk warp = range;  // what this warp sees of it
+  if (OWN_RANGES) warp = in_all_lanes({p, at, work.m0 + uniform(warp_row), WARP_ROWS});
   const float scale = exponent_scale(p);
 
   u32 q_rmem[Q_RMEM > 0 ? Q_RMEM : 1][M_BLOCKS][4];
@@ -159,9 +160,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_CTAS) fwd_sm80(con
     load_tile<TILE_M, TILE_D, WIDE_Q, RAGGED_D, true, NUM_THREADS>(smem.start.q, q, thread);
   };
   // Requests a tile as one group of copies, an empty one past the last tile, so that groups can be counted.
-  auto load_kv = [&](int tile, int stage, u32 from) {
-    if (tile >= range.begin) {
-      const int n0 = tile * TILE_N, rows = p.seqlen_k - n0;
+  auto load_kv = [&](int position, int stage, u32 from) {
+    if (position >= range.begin) {
+      const int n0 = range.tile(position) * TILE_N, rows = p.seqlen_k - n0;
       const GmemTile<const Element> k = {k_gmem + n0 * p.k_stride[1], p.k_stride[1], p.k_stride[3], rows, p.head_dim};
       const GmemTile<const Element> v = {v_gmem + n0 * p.v_stride[1], p.v_stride[1], p.v_stride[3], rows, p.head_dim_v};
       load_tile<TILE_N, TILE_D, WIDE_K, RAGGED_D, true, NUM_THREADS>(smem.ring[stage].k, k, from);
@@ -297,16 +298,15 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_CTAS) fwd_sm80(con
 
   auto nothing = [](int) {};
 
-  auto is_full = [&](int tile) { return tile >= range.full_begin && tile < range.full_end; };
   // All threads meet, with a tile that has arrived. A hidden key has no influence, but 0 * v would be NaN if its v is
   // inf or NaN. In masked tiles such values (there hardly ever are any) are replaced by 0 here, before anybody reads
   // them, and what visible ones do to the output is made good at the end.
-  auto meet = [&](int tile, int stage) {
+  auto meet = [&](int position, int stage) {
     Element* v = smem.ring[stage].v;  // (TILE_N, TILE_DV)
-    auto found = [&]() -> int& { return smem.nonfinite_tile[tile % 2]; };  // two tiles on, all have read it
-    if (!is_full(tile) && loaded_nonfinite<TILE_N, TILE_DV, NUM_THREADS>(v, thread)) found() = tile;
+    auto found = [&]() -> int& { return smem.nonfinite_at[position % 2]; };  // two tiles on, all have read it
+    if (range.hides(position) && loaded_nonfinite<TILE_N, TILE_DV, NUM_THREADS>(v, thread)) found() = position;
     named_barrier_sync(TILE_BARRIER, NUM_THREADS);
-    if (!is_full(tile) && found() == tile) {
+    if (range.hides(position) && found() == position) {
       for (int i = thread; i < TILE_N * TILE_DV; i += NUM_THREADS) {
         if (nonfinite<Element>(v[i].bits)) v[i] = Element{0};
       }
@@ -322,31 +322,33 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_CTAS) fwd_sm80(con
       if (col >= p.head_dim_v) continue;
       Element& o = smem.o[Swizzle<TILE_DV>::offset(row, col) / sizeof(Element)];
       float sum = to_real(o);
-      for (int n = range.begin * TILE_N; n < min(range.end * TILE_N, p.seqlen_k); n++) {
-        if (is_full(n / TILE_N)) continue;
+      for (int i = range.begin * TILE_N; i < range.keys(p); i++) {
+        if (!range.hides(i / TILE_N)) continue;
+        const int n = range.key(i);
         const Element value = v_gmem[n * p.v_stride[1] + col * p.v_stride[3]];
-        if (nonfinite<Element>(value.bits) && visible(p, work.m0 + row, n, {work.batch, work.head})) sum += to_real(value);
+        if (nonfinite<Element>(value.bits) && visible(p, work.m0 + row, n, at)) sum += to_real(value);
       }
       o = Dtype<Element>::from_real(sum);
     }
   };
 
   // Makes the next tile usable, and requests another for the stage of the one before, which all warps have left.
-  auto next_tile = [&](int tile, int stage, u32 x) {
+  auto next_tile = [&](int position, int stage, u32 x) {
     cp_async_wait<STAGES - 3>();
-    meet(tile - 1, after(stage));
-    load_kv(tile - (STAGES - 1), before(stage), thread_after(x));
+    meet(position - 1, after(stage));
+    load_kv(position - (STAGES - 1), before(stage), thread_after(x));
   };
-  auto walk_tile = [&](int tile, int stage) {
-    if (OWN_RANGES && tile >= warp.end) {
-      if (tile > range.begin) next_tile(tile, stage, stage);
+  auto walk_tile = [&](int position, int stage) {
+    if (OWN_RANGES && position >= warp.end) {
+      if (position > range.begin) next_tile(position, stage, stage);
       return;
     }
-    const bool masked = tile < warp.full_begin || tile >= warp.full_end;
+    const bool masked = warp.hides(position);
+    const int tile = range.tile(position);
 #pragma unroll
     for (int strip = 0; strip < STRIPS; strip++) {
       const bool at_end = strip == STRIPS - 1;
-      const bool first = strip == 0 && tile == warp.end - 1, last = at_end && tile == range.begin;
+      const bool first = strip == 0 && position == warp.end - 1, last = at_end && position == range.begin;
       const int n0 = tile * TILE_N + strip * STRIP;
       Scores &s = s_rmem[strip % 2], &s_next = s_rmem[(strip + 1) % 2];
       Probabilities &p_strip = p_rmem[strip % 2], &p_before = p_rmem[(strip + 1) % 2];
@@ -364,7 +366,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_CTAS) fwd_sm80(con
       auto exponentials = [&](int u) {
         exponentiate(s, softmax.reference, p_strip, sum, pairs_due(u), pairs_due(u + 1));
       };
-      if (at_end && !last) next_tile(tile, stage, now);
+      if (at_end && !last) next_tile(position, stage, now);
       if (at_end) load_operand(0, from.v_before, 0);
       if (first) {
         in_the_ordinary_way();
@@ -389,7 +391,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_CTAS) fwd_sm80(con
 
   if (thread == 0) {
     smem.work = work;
-    smem.nonfinite_tile[0] = smem.nonfinite_tile[1] = -1;
+    smem.nonfinite_at[0] = smem.nonfinite_at[1] = -1;
     smem.replaced_values = false;
   }
   if (range.begin < range.end) {
@@ -409,7 +411,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_CTAS) fwd_sm80(con
       for (int i = EARLY_TILES; i < STAGES - 1; i++) load_kv(first - i, i, thread);
     }
     int stage = 0;
-    for (int tile = range.end - 1; tile >= range.begin; tile--, stage = after(stage)) walk_tile(tile, stage);
+    for (int i = range.end - 1; i >= range.begin; i--, stage = after(stage)) walk_tile(i, stage);
     const Operands from = {strip_v(before(stage), STRIPS - 1, 0), 0, 0};
     if (!OWN_RANGES || range.begin < warp.end) run(0, O_UNITS, -1, from, p_rmem[1], s_rmem[0], nothing);
   }

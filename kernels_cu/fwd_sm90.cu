@@ -88,7 +88,7 @@ fwd_sm90(const __grid_constant__ Params params) {
   Ring<Q_STAGES> q;
   Ring<STAGES> k, v;
   Work work;
-  TileRange range;              // key tiles of this warpgroup's rows
+  KeyWalk range;                // key tiles of this warpgroup's rows
   int before, behind;           // how many of the output tile's walk lie before them, and behind
   bool unchecked = false;       // whether o has products of masked tiles that were not looked through
 
@@ -121,8 +121,8 @@ fwd_sm90(const __grid_constant__ Params params) {
     if constexpr (VARLEN) {
       if (work.valid()) enter_part<BY_QUERIES>(own, params, work.split);
     }
-    const TileRange all = tile_keys(p, work);
-    range = warpgroup_keys(p, all, work.m0 + wg * WG_QUERIES);
+    const KeyWalk all = tile_keys(p, work);
+    range = warpgroup_keys(p, all, {work.batch, work.head}, work.m0 + wg * WG_QUERIES);
     before = all.end - range.end;
     behind = range.begin - all.begin;
   };
@@ -217,7 +217,7 @@ fwd_sm90(const __grid_constant__ Params params) {
 
   // ---- Softmax
   auto first_key = [&](int n) {  // of the lane's in a key tile
-    const int key = n * TILE_N + lane % 4 * 2;
+    const int key = range.tile(n) * TILE_N + lane % 4 * 2;
     // Nothing is made from it before the scores are there. What random bits are shared by the compiler knows to be 0.
     return BY_ELEMENT ? (int)opaque(key) & ~9 : key;
   };
@@ -271,21 +271,21 @@ fwd_sm90(const __grid_constant__ Params params) {
     const auto found = own_of(work);
     const Params& p = found.p;
     const int queries[2] = {query(work, 0), query(work, 1)};
-    const int head_kv = work.head / p.qheads_per_kv, end = (int)min((i64)range.end * TILE_N, (i64)p.seqlen_k);
+    const int head_kv = work.head / p.qheads_per_kv, end = range.keys(p);
     const Element* q_rows[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       q_rows[r] = p.q + q_begin(p, work.batch, p.q_stride) + min(queries[r], p.seqlen_q - 1) * p.q_stride[1] +
                   head(work, r) * p.q_stride[2];
     }
-    const Element* k_row = p.k + k_begin(p, work.batch, p.k_stride) + begin * TILE_N * p.k_stride[1] +
-                           head_kv * p.k_stride[2];
-    const Element* v_row = p.v + k_begin(p, work.batch, p.v_stride) + begin * TILE_N * p.v_stride[1] +
-                           head_kv * p.v_stride[2] + lane % 4 * 2;
+    int key = begin < range.end ? range.key(begin * TILE_N) : 0;
+    const Element* k_row = p.k + k_begin(p, work.batch, p.k_stride) + key * p.k_stride[1] + head_kv * p.k_stride[2];
+    const Element* v_row = p.v + k_begin(p, work.batch, p.v_stride) + key * p.v_stride[1] + head_kv * p.v_stride[2] +
+                           lane % 4 * 2;
 #pragma unroll
     for (int i = 0; i < TILE_DV / 2; i++) o_rmem[i] = 0;
 #pragma unroll 1
-    for (int key = begin * TILE_N; key < end; key++, k_row += p.k_stride[1], v_row += p.v_stride[1]) {
+    for (int place = begin * TILE_N; place < end; place++) {
       float x[2] = {};  // the key's score, then its probability, in each of the lane's rows
 #pragma unroll 1
       for (int d = lane % 4; d < p.head_dim; d += 4) {
@@ -307,6 +307,9 @@ fwd_sm90(const __grid_constant__ Params params) {
         const int r = i / 2 % 2, column = i / 4 * 8 + i % 2;  // of the lane's; 8 columns are all there or none
         if (seen[r] && column < p.head_dim_v) o_rmem[i] = fmaf(x[r], to_real(v_row[column]), o_rmem[i]);
       }
+      const int next = place + 1 < end ? range.key(place + 1) : key;
+      k_row += (next - key) * p.k_stride[1], v_row += (next - key) * p.v_stride[1];
+      key = next;
     }
   };
   auto make_hidden_harmless = [&](int begin) {  // once the products with all key tiles from `begin` on are there
@@ -319,7 +322,7 @@ fwd_sm90(const __grid_constant__ Params params) {
     release_k(n);
     k.advance();
     modify(n);
-    if (!is_full(range, n)) hide(n);
+    if (range.hides(n)) hide(n);
     softmax.take_raised<true>(s_rmem, scale, factor);
     round_p(n);
   };
@@ -330,7 +333,7 @@ fwd_sm90(const __grid_constant__ Params params) {
     release_k(n);
     k.advance();
     modify(n);
-    if (!RAISES || !is_full(range, n)) hide(n);
+    if (!RAISES || range.hides(n)) hide(n);
     if constexpr (BY_ELEMENT) {
       raised = softmax.take_checked(s_rmem, scale, factor);
     } else {
@@ -419,7 +422,7 @@ fwd_sm90(const __grid_constant__ Params params) {
     }
     first_step(range.end - 1);
     for (int n = range.end - 2; n >= range.begin; n--) {
-      if (!RAISES && is_full(range, n)) {
+      if (!RAISES && !range.hides(n)) {
         full_step(n);
       } else {
         raising_step(n);

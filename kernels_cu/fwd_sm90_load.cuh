@@ -47,17 +47,18 @@ static_assert(sizeof(Smem) == cfg::SMEM_BYTES, "tiles.py and Smem disagree");
 constexpr int TURN = 1, TURN_THREADS = 2 * WARPGROUP;
 
 // All warpgroups of a CTA walk over key tiles from the last back.
-__device__ __forceinline__ bool is_full(const TileRange& x, int n) { return n >= x.full_begin && n < x.full_end; }
 
-// Those tiles of a range that lie in [begin, end), which is not empty in front of 0.
-__device__ __forceinline__ TileRange clip(const TileRange& x, int begin, int end) {
+// What of a walk lies in [begin, end), which is not empty in front of 0.
+__device__ __forceinline__ KeyWalk clip(KeyWalk x, int begin, int end) {
   auto clipped = [&](int n) { return min(max(n, begin), end); };
-  return {clipped(x.begin), clipped(x.full_begin), clipped(x.full_end), clipped(x.end)};
+  x.begin = clipped(x.begin), x.end = clipped(x.end);
+  x.range.full_begin = clipped(x.range.full_begin), x.range.full_end = clipped(x.range.full_end);
+  return x;
 }
 
 // The key tiles of an output tile: all that its queries visit, or the part that is its split's.
-__device__ __forceinline__ TileRange tile_keys(const Params& p, const Work& work) {
-  const TileRange all = kv_range(p, work.m0, TILE_QUERIES);
+__device__ __forceinline__ KeyWalk tile_keys(const Params& p, const Work& work) {
+  const KeyWalk all(p, {work.batch, work.head}, work.m0, TILE_QUERIES);
   if (!cfg::SPLIT) return all;
   const int part = ceil_div(all.end - all.begin, p.num_splits), begin = min(all.begin + work.split * part, all.end);
   return clip(all, begin, min(begin + part, all.end));
@@ -65,10 +66,10 @@ __device__ __forceinline__ TileRange tile_keys(const Params& p, const Work& work
 
 // The key tiles of the warpgroup whose first query is m0: part of those of its output tile. If there are none, all come
 // before its walk.
-__device__ __forceinline__ TileRange warpgroup_keys(const Params& p, const TileRange& tile, int m0) {
-  TileRange own = kv_range(p, m0, WG_QUERIES);
+__device__ __forceinline__ KeyWalk warpgroup_keys(const Params& p, const KeyWalk& tile, const Head& head, int m0) {
+  KeyWalk own(p, head, m0, WG_QUERIES);
   if (cfg::SPLIT) own = clip(own, tile.begin, tile.end);
-  if (m0 >= p.seqlen_q || own.begin >= own.end) own = {tile.begin, tile.begin, tile.begin, tile.begin};
+  if (m0 >= p.seqlen_q || own.begin >= own.end) own.begin = own.end = tile.begin;
   return own;
 }
 // Output tile number `index` in the order in which they are taken. All tiles' first parts of the keys come first. Packs
@@ -120,14 +121,15 @@ __device__ __forceinline__ void produce(const Params& params, Smem& smem) {
   unsigned index = blockIdx.x, round = 0;
   while (true) {
     const Work work = take_work(own, params, index);
-    const TileRange range = work.valid() ? tile_keys(p, work) : TileRange{};
+    const KeyWalk range = work.valid() ? tile_keys(p, work) : KeyWalk();
     const int head_kv = work.head / p.qheads_per_kv;
 
     auto load_k = [&](int n) {
       mbarrier_wait(&smem.k_empty[k.index], k.parity ^ 1);
       mbarrier_arrive_expect_tx(&smem.k_full[k.index], sizeof(smem.k[0]));
       for (int c = 0; c < D_CHUNKS; c++) {
-        tma_load_4d(smem.k[k.index][c], &params.tma_k, &smem.k_full[k.index], c * CHUNK, k_row(p, n), head_kv, map_batch(work));
+        tma_load_4d(smem.k[k.index][c], &params.tma_k, &smem.k_full[k.index], c * CHUNK, k_row(p, range.tile(n)), head_kv,
+                    map_batch(work));
       }
       k.advance();
     };
@@ -135,7 +137,8 @@ __device__ __forceinline__ void produce(const Params& params, Smem& smem) {
       mbarrier_wait(&smem.v_empty[v.index], v.parity ^ 1);
       mbarrier_arrive_expect_tx(&smem.v_full[v.index], sizeof(smem.v[0]));
       for (int c = 0; c < DV_CHUNKS; c++) {
-        tma_load_4d(smem.v[v.index][c], &params.tma_v, &smem.v_full[v.index], c * CHUNK, k_row(p, n), head_kv, map_batch(work));
+        tma_load_4d(smem.v[v.index][c], &params.tma_v, &smem.v_full[v.index], c * CHUNK, k_row(p, range.tile(n)), head_kv,
+                    map_batch(work));
       }
       v.advance();
     };

@@ -14,6 +14,8 @@ constexpr bool ROWS_DIFFER = BOUND_LEFT || BOUND_RIGHT;
 // Whether a key that exists may be hidden from some row.
 constexpr bool HIDES_ANYWHERE = cfg::MASK || cfg::MASK_MOD;  // apart from its position
 constexpr bool HIDES_KEYS = ROWS_DIFFER || HIDES_ANYWHERE || VARLEN;  // those behind a sequence are another's
+// Whether keys that exist may be hidden in any tile: no block mask tells in which.
+constexpr bool HIDES_IN_ANY_TILE = cfg::MASK || (cfg::MASK_MOD && !cfg::BLOCK_MASK);
 // Whether scores rise step by step on the way from the last key to the diagonal.
 constexpr bool RISES = cfg::ALIBI && !BOUND_RIGHT;
 // Whether elements differ in more than their distance from the diagonal: what it takes to compute them is much code.
@@ -62,7 +64,7 @@ __device__ __forceinline__ TileRange kv_range(const Params& p, int m0, int rows 
     range.begin = min(max(m0 + left_shift(p), 0) / cfg::TILE_N, end);
     range.full_begin = ceil_div(max(min(m0 + rows, p.seqlen_q) - 1 + left_shift(p), 0), cfg::TILE_N);
   }
-  if (HIDES_ANYWHERE) range.full_begin = end;
+  if (HIDES_IN_ANY_TILE) range.full_begin = end;
   return range;
 }
 
@@ -86,9 +88,158 @@ __device__ __forceinline__ TileRange q_range(const Params& p, int n0) {
   if (VARLEN) range.full_end = min(range.full_end, p.seqlen_q / cfg::TILE_M);
   if (n0 + cfg::TILE_N > p.seqlen_k) range.full_begin = range.end;
   // The compiler shall not know that no tile is full: where it sees no branch, it starts too much at once.
-  if (HIDES_ANYWHERE) range.full_begin = opaque(range.end);
+  if (HIDES_IN_ANY_TILE) range.full_begin = opaque(range.end);
   return range;
 }
+
+// A block mask lists the blocks of MASK_BLOCK_M queries and MASK_BLOCK_N keys that are not empty, in rising order. Walked
+// by tiles, of which PER_BLOCK make a block, position i of a walk is tile i % PER_BLOCK of block i / PER_BLOCK of its list;
+// without a block mask it is tile i.
+template <int PER_BLOCK> struct BlockList {
+  const int* entries;  // 2 * block + (it is full)
+  int count;
+
+  BlockList() = default;
+  // List number `block` of a head: its length, then the entries, of which there may be `most`.
+  __device__ __forceinline__ BlockList(const int* lists, const i64 (&stride)[2], const Head& at, int block, int most) {
+    if constexpr (cfg::BLOCK_MASK) {
+      const int* list = lists + at.batch * stride[0] + at.head * stride[1] + block * (i64)(1 + most);
+      entries = list + 1, count = list[0];
+    }
+  }
+  __device__ __forceinline__ int tile(int i) const {
+    return cfg::BLOCK_MASK ? (entries[(u32)i / PER_BLOCK] >> 1) * PER_BLOCK + (u32)i % PER_BLOCK : i;
+  }
+  __device__ __forceinline__ bool hides(int i) const {
+    return cfg::BLOCK_MASK && !(entries[(u32)i / PER_BLOCK] & 1);
+  }
+  // How many positions have tiles before this one.
+  __device__ __forceinline__ int before(int tile) const {
+    if (!cfg::BLOCK_MASK || tile == 0) return tile;
+    const int block = tile / PER_BLOCK;
+    auto at = [&](int i) { return entries[i] >> 1; };
+    if (count == 0 || at(count - 1) < block) return count * PER_BLOCK;
+    int low = 0, high = count - 1;  // the first block from this one on lies in [low, high]
+    while (low < high) {
+      const int middle = (low + high) / 2;
+      if (at(middle) < block) low = middle + 1; else high = middle;
+    }
+    return low * PER_BLOCK + (at(low) == block ? tile % PER_BLOCK : 0);
+  }
+};
+
+// The walk of query rows [m0, m0 + rows) of a head over key tiles: positions [begin, end).
+struct KeyWalk {
+  TileRange range;
+  BlockList<cfg::MASK_BLOCK_N / cfg::TILE_N> list;
+  int begin, end;
+
+  __device__ __forceinline__ KeyWalk() : begin(0), end(0) {}
+  __device__ __forceinline__ KeyWalk(const Params& p, const Head& at, int m0, int rows = cfg::TILE_M)
+    : range(kv_range(p, m0, rows)),
+      list(p.key_blocks, p.key_blocks_stride, at, m0 / cfg::MASK_BLOCK_M, ceil_div(p.seqlen_k, cfg::MASK_BLOCK_N)),
+      begin(list.before(range.begin)), end(list.before(range.end)) {}
+  __device__ __forceinline__ int tile(int i) const { return list.tile(i); }
+  // Key number i of those of the tiles in the order of the walk, from position 0 on.
+  __device__ __forceinline__ int key(int i) const { return tile(i / cfg::TILE_N) * cfg::TILE_N + i % cfg::TILE_N; }
+  // How many keys there are up to the end of the walk; only the last tile of all may lack some.
+  __device__ __forceinline__ int keys(const Params& p) const {
+    if (!cfg::BLOCK_MASK) return (int)min((i64)end * cfg::TILE_N, (i64)p.seqlen_k);
+    return end * cfg::TILE_N - (end ? max((tile(end - 1) + 1) * cfg::TILE_N - p.seqlen_k, 0) : 0);
+  }
+  // How many tiles are visited behind one that is.
+  __device__ __forceinline__ int behind(int tile) const { return end - 1 - list.before(tile); }
+  // Whether keys of the tile are hidden from some row.
+  __device__ __forceinline__ bool hides(int i) const {
+    const int n = tile(i);
+    return !(n >= range.full_begin && n < range.full_end) || list.hides(i);
+  }
+};
+
+// A query tile that key rows visit: of which head of their group, which tile; and where a block mask lists it: at which
+// position of its head's, whether it hides some of it, and where these positions end.
+struct QueryVisit {
+  int group_head, position, tile;
+  bool hidden;
+  int end;
+};
+
+// The walk of key rows [n0, n0 + TILE_N) over query tiles, those of each query head of a group in turn.
+struct QueryWalk {
+  TileRange range;
+  Head first;  // of the group
+  int n_block, visits;
+
+  QueryWalk() = default;
+  __device__ __forceinline__ QueryWalk(const Params& p, int batch, int kv_head, int n0)
+    : range(q_range(p, n0)), first{batch, kv_head * p.qheads_per_kv}, n_block(n0 / cfg::MASK_BLOCK_N) {
+    if constexpr (!cfg::BLOCK_MASK) {
+      visits = (range.end - range.begin) * p.qheads_per_kv;
+    } else {
+      const int different = p.query_blocks_stride[1] ? p.qheads_per_kv : 1;  // lists of heads
+      visits = 0;
+      for (int h = 0; h < different; h++) {
+        const List found = list(p, h);
+        visits += found.before(range.end) - found.before(range.begin);
+      }
+      visits *= p.qheads_per_kv / different;
+    }
+  }
+  __device__ __forceinline__ Head head(const QueryVisit& visit) const { return {first.batch, first.head + visit.group_head}; }
+  __device__ __forceinline__ QueryVisit start(const Params& p) const {
+    if constexpr (cfg::BLOCK_MASK) return entering(p, 0);
+    return {0, 0, range.begin};
+  }
+  __device__ __forceinline__ void advance(const Params& p, QueryVisit& visit) const {
+    if constexpr (!cfg::BLOCK_MASK) {
+      if (++visit.tile == range.end) visit.tile = range.begin, visit.group_head++;
+    } else if (visit.position + 1 == visit.end) {
+      visit = entering(p, visit.group_head + 1);
+    } else {
+      visit = at(list(p, visit.group_head), visit.group_head, visit.position + 1, visit.end);
+    }
+  }
+  // Calls step(visit, first, last) for every visit.
+  template <class Do> __device__ __forceinline__ void for_each(const Params& p, Do step) const {
+    if constexpr (cfg::BLOCK_MASK) {
+      QueryVisit visit = start(p);
+      for (int i = 0; i < visits; i++, advance(p, visit)) step(visit, i == 0, i == visits - 1);
+    } else {
+      for (int h = 0; h < p.qheads_per_kv; h++) {
+        for (int tile = range.begin; tile < range.end; tile++) {
+          step(QueryVisit{h, 0, tile}, h == 0 && tile == range.begin, h == p.qheads_per_kv - 1 && tile == range.end - 1);
+        }
+      }
+    }
+  }
+  // Whether some of the keys are hidden from queries of the tile.
+  __device__ __forceinline__ bool hides(const QueryVisit& visit) const {
+    return visit.tile < range.full_begin || visit.tile >= range.full_end || (cfg::BLOCK_MASK && visit.hidden);
+  }
+  // Whether any visit may hide.
+  __device__ __forceinline__ bool hides_some() const {
+    return cfg::BLOCK_MASK || range.full_begin != range.begin || range.full_end != range.end;
+  }
+
+ private:
+  using List = BlockList<cfg::MASK_BLOCK_M / cfg::TILE_M>;
+  __device__ __forceinline__ List list(const Params& p, int group_head) const {
+    return {p.query_blocks, p.query_blocks_stride, {first.batch, first.head + group_head}, n_block,
+            ceil_div(p.seqlen_q, cfg::MASK_BLOCK_M)};
+  }
+  __device__ __forceinline__ QueryVisit at(const List& list, int group_head, int position, int end) const {
+    return {group_head, position, list.tile(position), list.hides(position), end};
+  }
+  // The first visit of the first head from this one on that has any, or none behind the last.
+  __device__ __forceinline__ QueryVisit entering(const Params& p, int group_head) const {
+    for (; group_head < p.qheads_per_kv; group_head++) {
+      const List found = list(p, group_head);
+      const int begin = found.before(range.begin), end = found.before(range.end);
+      if (begin < end) return at(found, group_head, begin, end);
+    }
+    return {group_head, -1};  // and so are all after it
+  }
+};
 
 // ---- Which elements are visible -------------------------------------------------------------------------------------
 

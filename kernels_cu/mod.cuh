@@ -3,7 +3,7 @@
 #include "softmax.cuh"
 
 namespace mod {
-using Real = decltype(Params::scale_log2);
+using Real = Dtype<cfg::Element>::Real;
 
 __device__ __forceinline__ bool read(unsigned char x) { return x != 0; }
 __device__ __forceinline__ int read(int x) { return x; }

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 import numpy as np
 
-from . import arrays, cpu, debug, device, entry, features, problem, sequences
+from . import arrays, cpu, debug, device, entry, feature, features, problem, sequences
 from . import explain as explanation
+from .blocks import BlockMask, Blocks
 from .errors import Unsupported
 from .launch import SEED, WORKSPACE, Executable
 from .plan import plan
+from .plan_blocks import MaskProblem, plan_blocks
 from .tiles import FAMILIES
+from .trace import trace
 
 _NO_WINDOW = features.BY_NAME["window"].default  # the object itself, which costs the least to recognise
 
@@ -31,6 +35,7 @@ def flash_attention(
     sinks=None,
     score_mod=None,
     mask_mod=None,
+    block_mask=None,
     dropout_p=0.0,
     seed=None,
     seqused_q=None,
@@ -77,6 +82,9 @@ def flash_attention(
         from 0, and integers have 32 bits but where an int64 array takes part.
     mask_mod : function, optional
         ``f(batch, head, q_idx, kv_idx)``, made in the same way, says which query sees which key.
+    block_mask : BlockMask, optional
+        What `pyflash.block_mask` made of a mask_mod, in place of that: blocks of the scores that it hides are not
+        computed, and the function is not asked about those that it leaves full.
     dropout_p : float
         The probability with which a probability is dropped after the softmax; the others are divided by 1 - dropout_p.
     seed : int, optional
@@ -121,6 +129,7 @@ def flash_attention(
         "sinks": sinks,
         "score_mod": score_mod,
         "mask_mod": mask_mod,
+        "block_mask": block_mask,
         "dropout_p": dropout_p,
     }
     lengths = {"seqused_q": seqused_q, "seqused_k": seqused_k}
@@ -176,6 +185,7 @@ def flash_attention_backward(
     sinks=None,
     score_mod=None,
     mask_mod=None,
+    block_mask=None,
     dropout_p=0.0,
     seed=None,
     seqused_q=None,
@@ -192,7 +202,7 @@ def flash_attention_backward(
     dout : array (batch, seqlen_q, heads_q, head_dim_v)
         The gradient of out; any strides.
     q, k, v, softmax_scale, causal, window, softcap, alibi_slopes, bias, mask, sinks, score_mod, mask_mod,
-    dropout_p, seed, seqused_q, seqused_k
+    block_mask, dropout_p, seed, seqused_q, seqused_k
         As they were in the forward call.
     out, lse
         What the forward call returned.
@@ -227,6 +237,7 @@ def flash_attention_backward(
         "sinks": sinks,
         "score_mod": score_mod,
         "mask_mod": mask_mod,
+        "block_mask": block_mask,
         "dropout_p": dropout_p,
     }
     lengths = {"seqused_q": seqused_q, "seqused_k": seqused_k}
@@ -279,6 +290,7 @@ def explain(
     sinks=None,
     score_mod=None,
     mask_mod=None,
+    block_mask=None,
     dropout_p=0.0,
     seed=None,
     backward=False,
@@ -290,7 +302,7 @@ def explain(
     Parameters
     ----------
     q, k, v, softmax_scale, causal, window, softcap, alibi_slopes, bias, mask, sinks, score_mod, mask_mod,
-    dropout_p, seed
+    block_mask, dropout_p, seed
         As for `flash_attention`.
     backward : bool
         Explain `flash_attention_backward`, with contiguous dout and out.
@@ -314,6 +326,7 @@ def explain(
         "sinks": sinks,
         "score_mod": score_mod,
         "mask_mod": mask_mod,
+        "block_mask": block_mask,
         "dropout_p": dropout_p,
     }
     given = {"q": q, "k": k, "v": v}
@@ -327,6 +340,75 @@ def explain(
         made = problem.make(problem.backward_tensors(made), backward=True, deterministic=deterministic, **call)
     here = device.present(seen.device_id) if kind.gpu else None
     return explanation.explain(made, here if gpu is None else device.named(gpu), debug.FAMILIES or FAMILIES)
+
+
+def block_mask(mask_mod, batch, heads, seqlen_q, seqlen_k, *, block_q=128, block_k=128, like=None):
+    """Evaluate a mask function once, by blocks, so that attention skips those that it hides.
+
+    Parameters
+    ----------
+    mask_mod : function
+        As for `flash_attention`. What it captures must not change as long as the result is used.
+    batch, heads : int
+        Those of q; or 1, if the function does not depend on them.
+    seqlen_q, seqlen_k : int
+        Those of q and k.
+    block_q, block_k : int
+        Queries and keys of a block, multiples of 16. The kernels' tiles must divide them: 128 and multiples work
+        everywhere.
+    like : array, optional
+        One of the kind, and on the device, that attention will be computed with, such as q. Not needed where mask_mod
+        captures arrays.
+
+    Returns
+    -------
+    BlockMask
+        The `block_mask` of `flash_attention` and `flash_attention_backward`. Printed, it says how sparse it is. Its
+        memory is in proportion to the number of blocks.
+
+    Raises
+    ------
+    TypeError, ValueError, pyflash.Unsupported
+        As `flash_attention`.
+    """
+    sizes = {"batch": batch, "heads": heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    sizes = {name: _count(name, value, 1 if name == "heads" else 0) for name, value in sizes.items()}
+    sides = {"block_q": block_q, "block_k": block_k}
+    sides = {name: _count(name, value, 16, 16) for name, value in sides.items()}
+    if mask_mod is None:
+        raise TypeError("mask_mod: got None, takes a function (batch, head, q_idx, kv_idx) -> bool")
+    mod, made = trace("mask_mod", mask_mod), Blocks(**sizes, **sides)
+    given = features.parted({"mask_mod": mod})[1] | ({} if like is None else {"like": like})
+    if not given:
+        raise ValueError("like: got None, takes an array, such as q, where mask_mod captures none")
+    kind = arrays.common_kind(given)
+    seen, like = arrays.Inspected(kind, given), next(reversed(given.values()))
+    tensors = {name: tensor for name, tensor in _tensors(kind, seen.keys).items() if name != "like"}
+    asked = MaskProblem(made, mod._replace(arrays=()), tuple(tensors.items()))
+    if kind.gpu:
+        gpu = device.present(seen.device_id)
+        executable = Executable(plan_blocks(asked, gpu), gpu, seen.device_id)
+        with device.current(seen.device_id):
+            shapes = ((n, t.shape, kind.dtype(t.dtype)) for n, t in asked.tensors if n in asked.outputs)
+            outputs = {name: kind.empty(shape, dtype, like) for name, shape, dtype in shapes}
+            _launch(kind, executable, seen, outputs, like, None)
+    else:
+        outputs = asked.evaluate({name: seen.views[name] for name in tensors})
+    kinds, *lists = (kind.wrap(view, like) for view in outputs.values())
+    return BlockMask(mod, made._replace(arrays=tuple(lists)), kinds)
+
+
+def _count(name: str, value: object, least: int, step: int = 1) -> int:
+    takes = f"an integer from {least} to {problem.MAX_SIZE}" + f", a multiple of {step}" * (step > 1)
+    try:
+        number = operator.index(feature.fail(name, value, takes, TypeError) if isinstance(value, bool) else value)
+    except TypeError:
+        feature.fail(name, value, takes, TypeError)
+    return (
+        number
+        if least <= number <= problem.MAX_SIZE and number % step == 0
+        else feature.fail(name, value, takes, ValueError)
+    )
 
 
 @dataclass(frozen=True)

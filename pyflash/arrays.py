@@ -28,6 +28,7 @@ Key = tuple
 class Kind:
     """An array library on one kind of device. `view` is what the other methods take.
 
+    `copied(array, like)` is a NumPy array as a view on the device of `like`.
     `facts(view)` are the CUDA device's number (None on the CPU), the Key and the address: all that a call needs to know
     of an array, in one go because it is asked of each array in each call.
     """
@@ -102,12 +103,21 @@ class _NumPy(_ArrayInterface):
     def empty(self, shape, dtype, like):
         return np.empty(shape, dtype)
 
+    def copied(self, array: np.ndarray, like):
+        return array
+
     def writable(self, view) -> bool:
         return view.flags.writeable
 
 
 class _CuPy(_ArrayInterface):
     name = "cupy"
+
+    def copied(self, array: np.ndarray, like):
+        import cupy
+
+        with cupy.cuda.Device(self.facts(self.view(like))[0]):
+            return cupy.asarray(array)
 
     def facts(self, view) -> tuple[int | None, Key, int]:
         memory = view.data
@@ -148,6 +158,9 @@ class _Torch(Kind):
 
     def empty(self, shape, dtype, like):
         return like.new_empty(shape, dtype=dtype)
+
+    def copied(self, array: np.ndarray, like):
+        return sys.modules["torch"].from_numpy(array).to(like.device)
 
     def stream(self, device_id: int) -> int:
         torch = sys.modules["torch"]

@@ -198,10 +198,13 @@ class _Stack:
         low, high = features.band(self.on, self.sizes.seqlen_q, seqlen_k)
         begin = 0 if low is None else max(m.start + low, 0)
         end = seqlen_k if high is None else min(m.stop + high, seqlen_k)
-        by_position = features.hides_by_position_only(self.on)
         for n in _tiles(end, _TILE_COLUMNS, begin // _TILE_COLUMNS * _TILE_COLUMNS):
             inside = (low is None or n.start >= m.stop - 1 + low) and (high is None or n.stop <= m.start + high + 1)
-            visible = None if by_position and inside else features.visible(self.on, self._place(m, n))
+            deciding = features.deciding(self.on, self._place(m, n))
+            if deciding is None:
+                continue
+            by_position = features.hides_by_position_only(deciding)
+            visible = None if by_position and inside else features.visible(deciding, self._place(m, n))
             yield n, None if visible is None else self._of_rows(visible)
 
     def score(self, s, m: slice, n: slice):

@@ -10,134 +10,15 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from . import trace
+from .blocks import EMPTY, FULL, BlockMask, Blocks
+from .feature import Feature, Field, Place, Sizes, fail, read_number
 
 LOG2_E = math.log2(math.e)
 SIMT, SM80, SM90 = (("fwd_simt", "bwd_simt"), ("fwd_sm80", "bwd_sm80"), ("fwd_sm90", "bwd_sm90"))
-
-
-@dataclass(frozen=True)
-class Field:
-    """A kernel argument."""
-
-    name: str
-    kind: str  # a key of params._CTYPES, or "real"
-    c_type: str  # how the kernel sees it; {real} is float or double
-    note: str
-    count: int = 1
-
-
-class Sizes(NamedTuple):
-    """The score matrix of a call."""
-
-    batch: int
-    heads_q: int
-    seqlen_q: int
-    seqlen_k: int
-
-
-class Place(NamedTuple):
-    """A part of the score matrix, whose elements are (batch, head, query, key)."""
-
-    batches: slice
-    heads: slice
-    queries: slice
-    keys: slice
-    sizes: Sizes
-
-    @classmethod
-    def whole(cls, sizes: Sizes, batch: int | None = None) -> Place:
-        """All of it, or what is batch number `batch` of more."""
-        place = cls(*(slice(0, size) for size in sizes), sizes)
-        return place if batch is None else place._replace(batches=slice(batch, batch + 1))
-
-    def indices(self) -> tuple[np.ndarray, ...]:
-        """Of each axis, shaped to broadcast against the part."""
-        return tuple(
-            np.arange(part.start, part.stop).reshape(-1, *[1] * (3 - axis)) for axis, part in enumerate(self[:4])
-        )
-
-    def of(self, array: np.ndarray) -> np.ndarray:
-        """The part of an array that broadcasts to the matrix."""
-        array = array.reshape(*[1] * (4 - array.ndim), *array.shape)
-        return array[tuple(part if n > 1 else slice(None) for part, n in zip(self[:4], array.shape, strict=True))]
-
-
-class Feature:
-    """A row, off where its argument has the default. What a row does not say, it does not do."""
-
-    name: str  # the keyword argument
-    default: object = None
-    takes: str  # what the argument takes, for messages and the documentation
-    is_array = False
-    changes_scores = False  # whether there is a score()
-    hides_anywhere = False  # whether it hides keys apart from their position
-    by_element = False  # whether each element of the score matrix takes much code of its own
-    has_gradient = False
-    flags: tuple[str, ...]  # cfg:: constants
-    fields: tuple[Field, ...] = ()
-    kernels: tuple[str, ...] = ()
-
-    def check(self, value: object) -> object:
-        """A scalar as the problem keeps it. Raises what the user should read."""
-        return value
-
-    def shape_error(self, shape: tuple[int, ...], sizes: Sizes) -> str | None:
-        """What an array's shape must be, if it is not."""
-        return None
-
-    def dtypes(self, dtype: str, real: str) -> tuple[str, ...]:
-        """Those that an array may have where q has `dtype`, which is computed in `real`."""
-        return (real,)
-
-    def flags_of(self, value: object) -> tuple[str, ...]:
-        """Those of `flags` that are true."""
-        return self.flags
-
-    def values(self, value: object, softmax_scale: float, sizes: Sizes) -> dict[str, object]:
-        """The kernel arguments besides addresses. `value` is the scalar, or what problem.Tensor says of the array."""
-        return {}
-
-    # ---- In NumPy. `value` is the scalar or the array.
-
-    def visible(self, value, at: Place) -> np.ndarray | None:
-        """Which elements are visible (None: all)."""
-        return None
-
-    def score(self, value, s: np.ndarray, at: Place) -> np.ndarray:
-        return s
-
-    def slope(self, value, s: np.ndarray, at: Place) -> np.ndarray | float:
-        """The derivative of score() at s."""
-        return 1.0
-
-    def weight(self, value, at: Place) -> np.ndarray | None:
-        """What the probabilities are multiplied with on their way to the values (None: 1)."""
-        return None
-
-    def sink(self, value, at: Place) -> np.ndarray | None:
-        """A score that takes part in the softmax of each row and has no key."""
-        return None
-
-
-def _fail(name: str, value: object, takes: str, error: type[Exception]):
-    raise error(f"{name}: got {value!r}, takes {takes}")
-
-
-def _number(name: str, value: object, takes: str) -> float:
-    if type(value) is float:
-        return value
-    try:
-        return float(_fail(name, value, takes, TypeError) if isinstance(value, (bool, str)) else value)
-    except OverflowError:
-        return math.inf
-    except (TypeError, ValueError):
-        _fail(name, value, takes, TypeError)
 
 
 class _Causal(Feature):
@@ -148,7 +29,7 @@ class _Causal(Feature):
     def check(self, value):
         if isinstance(value, bool) or type(value).__name__ in ("bool_", "bool"):
             return bool(value)
-        _fail(self.name, value, self.takes, TypeError)
+        fail(self.name, value, self.takes, TypeError)
 
     def visible(self, value, at):
         return _in_band({self.name: value}, at)
@@ -166,7 +47,7 @@ class _Window(Feature):
 
     def check(self, value):
         if not isinstance(value, (tuple, list)) or len(value) != 2:
-            _fail(self.name, value, self.takes, TypeError)
+            fail(self.name, value, self.takes, TypeError)
         sides = []
         for side in value:
             try:
@@ -174,9 +55,9 @@ class _Window(Feature):
                     raise TypeError
                 sides.append(None if side is None else operator.index(side))
             except TypeError:
-                _fail(self.name, value, self.takes, TypeError)
+                fail(self.name, value, self.takes, TypeError)
             if side is not None and side < 0:
-                _fail(self.name, value, self.takes, ValueError)
+                fail(self.name, value, self.takes, ValueError)
         return tuple(sides)
 
     def flags_of(self, value):
@@ -205,9 +86,9 @@ class _Softcap(Feature):
     def check(self, value):
         if value is None:
             return None
-        number = _number(self.name, value, self.takes)
+        number = read_number(self.name, value, self.takes)
         if not 1e-30 <= number <= 1e30:
-            _fail(self.name, value, self.takes, ValueError)
+            fail(self.name, value, self.takes, ValueError)
         return number
 
     def values(self, value, softmax_scale, sizes):
@@ -357,9 +238,9 @@ class _Dropout(Feature):
     )
 
     def check(self, value):
-        number = _number(self.name, value, self.takes)
+        number = read_number(self.name, value, self.takes)
         if not 0 <= number < 1:
-            _fail(self.name, value, self.takes, ValueError)
+            fail(self.name, value, self.takes, ValueError)
         return number
 
     @staticmethod
@@ -442,15 +323,59 @@ class _Captured(Feature):
         return {f"{self.name}_stride": (*value.strides, *unused), f"{self.name}_size": (*value.shape, *unused)}
 
 
+class _BlockMask(Feature):
+    """The blocks of a mask function, which is `mask_mod` then: what is visible is its affair."""
+
+    name, takes = "block_mask", "None or what pyflash.block_mask made"
+    flags = ("BLOCK_MASK",)
+    kernels = SIMT + SM80 + SM90
+
+    def check(self, value):
+        value = value.blocks if isinstance(value, BlockMask) else value
+        return value if isinstance(value, Blocks) else fail(self.name, value, self.takes, TypeError)
+
+    def misfit(self, value: Blocks, sizes: Sizes):
+        fits = value.batch in (1, sizes.batch) and value.heads in (1, sizes.heads_q) and value[2:4] == sizes[2:4]
+        return None if fits else (f"one for {value[:4]}", f"one for {tuple(sizes)}, or with batch or heads of 1")
+
+
+class _BlockLists(Feature):
+    """An array of a block mask: no argument of its own, and taken wherever that is."""
+
+    is_array = True
+    flags = ()
+    kernels = SIMT + SM80 + SM90
+
+    def __init__(self, name: str, shape: str):
+        self.name = name
+        self.fields = (
+            Field(name, "pointer", "const int*", f"{shape}, batch and heads or 1 each, contiguous; BLOCK_MASK"),
+            Field(f"{name}_stride", "i64", "long long", "elements: batch, head", 2),
+        )
+
+    def dtypes(self, dtype, real):
+        return ("int32",)
+
+    def values(self, value, softmax_scale, sizes):
+        strides = (stride if n > 1 else 0 for n, stride in zip(value.shape[:2], value.strides, strict=False))
+        return {f"{self.name}_stride": tuple(strides)}
+
+
 FEATURES: tuple[Feature, ...] = (
-    _Causal(), _Window(), _Softcap(), _AlibiSlopes(), _Bias(), _Mask(), _Sinks(), _ScoreMod(), _MaskMod(), _Dropout()
+    _Causal(), _Window(), _Softcap(), _AlibiSlopes(), _Bias(), _Mask(), _Sinks(), _ScoreMod(), _MaskMod(), _BlockMask(),
+    _Dropout(),
 )  # fmt: skip
 CAPTURED = tuple(_Captured(place) for place in range(trace.MAX_ARRAYS))
+BLOCK_LISTS = (
+    _BlockLists("key_blocks", "(batch, heads, blocks of queries, 1 + blocks of keys)"),
+    _BlockLists("query_blocks", "(batch, heads, blocks of keys, 1 + blocks of queries)"),
+)
 FUNCTIONS = tuple(trace.INPUTS)  # the features that are functions
-BY_NAME = {feature.name: feature for feature in FEATURES + CAPTURED}
+HOLDERS = {**dict.fromkeys(FUNCTIONS, CAPTURED), "block_mask": BLOCK_LISTS}  # scalars with `arrays`, and what these are
+BY_NAME = {feature.name: feature for feature in FEATURES + CAPTURED + BLOCK_LISTS}
 _DEFAULTS = {name: feature.default for name, feature in BY_NAME.items()} | {"seed": None}
 DEFAULTS = {feature.name: feature.default for feature in FEATURES}
-FIELDS = tuple(field for feature in FEATURES + CAPTURED for field in feature.fields)
+FIELDS = tuple(field for feature in FEATURES + CAPTURED + BLOCK_LISTS for field in feature.fields)
 
 
 def check(options: Mapping[str, object]) -> dict[str, object]:
@@ -461,6 +386,11 @@ def check(options: Mapping[str, object]) -> dict[str, object]:
     except KeyError:
         unknown = sorted(options.keys() - _DEFAULTS.keys())
         raise TypeError(f"unknown options {unknown}, takes {sorted(BY_NAME)}") from None
+    if isinstance(block_mask := options.get("block_mask"), BlockMask):
+        if (function := options.get("mask_mod")) is not None:
+            fail("mask_mod", function, "None where there is a block_mask, which has one of its own", ValueError)
+        options = {**options, "mask_mod": block_mask.mask_mod}
+        asked.append("mask_mod")
     on = {}
     for feature in FEATURES if asked else ():
         if feature.name in asked:
@@ -477,21 +407,20 @@ def check(options: Mapping[str, object]) -> dict[str, object]:
     if "dropout_p" in on and options.get("seed") is not None:
         on["dropout_p"] = on["dropout_p"], check_seed(options["seed"])
     if functions := [name for name in FUNCTIONS if name in on]:
-        mods = trace.joined([on[name] for name in functions])
-        if arrays := tuple(options[slot.name] for slot in CAPTURED if slot.name in options):
-            mods = [mod._replace(arrays=arrays) for mod in mods]
-        on |= dict(zip(functions, mods, strict=True))
+        on |= dict(zip(functions, trace.joined([on[name] for name in functions]), strict=True))
+    for name in [name for name in HOLDERS if name in on]:
+        if arrays := tuple(options[slot.name] for slot in HOLDERS[name] if slot.name in options):
+            on[name] = on[name]._replace(arrays=arrays)
     return on
 
 
 def parted(on: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:
-    """What is hashable of features that are on, and the arrays, those that functions capture among them."""
+    """What is hashable of features that are on, and the arrays, those that scalars hold among them."""
     scalars = {name: value for name, value in on.items() if not BY_NAME[name].is_array}
     arrays = {name: value for name, value in on.items() if BY_NAME[name].is_array}
-    for name in FUNCTIONS:
-        if name in scalars:
-            arrays |= {slot.name: array for slot, array in zip(CAPTURED, scalars[name].arrays, strict=False)}
-            scalars[name] = scalars[name]._replace(arrays=())
+    for name in [name for name in HOLDERS if name in scalars]:
+        arrays |= {slot.name: array for slot, array in zip(HOLDERS[name], scalars[name].arrays, strict=False)}
+        scalars[name] = scalars[name]._replace(arrays=())
     return scalars, arrays
 
 
@@ -499,10 +428,10 @@ def check_seed(value: object) -> int:
     """A seed of dropout."""
     takes = "None or an integer from 0 up to but not including 2**64"
     try:
-        seed = operator.index(_fail("seed", value, takes, TypeError) if isinstance(value, bool) else value)
+        seed = operator.index(fail("seed", value, takes, TypeError) if isinstance(value, bool) else value)
     except TypeError:
-        _fail("seed", value, takes, TypeError)
-    return seed if 0 <= seed < 2**64 else _fail("seed", value, takes, ValueError)
+        fail("seed", value, takes, TypeError)
+    return seed if 0 <= seed < 2**64 else fail("seed", value, takes, ValueError)
 
 
 def band(on: Mapping[str, object], seqlen_q: int, seqlen_k: int) -> tuple[int | None, int | None]:
@@ -557,6 +486,14 @@ def visible(on: Mapping[str, object], at: Place) -> np.ndarray | None:
     for part in parts[1:]:
         seen = seen & part
     return seen
+
+
+def deciding(on: Mapping[str, object], at: Place) -> Mapping[str, object] | None:
+    """The features of which it depends what is visible of a part; None: nothing is."""
+    kind = on["block_mask"].kind(*at[:4]) if "block_mask" in on else None
+    if kind == EMPTY:
+        return None
+    return {name: value for name, value in on.items() if name != "mask_mod"} if kind == FULL else on
 
 
 def score(on: Mapping[str, object], s: np.ndarray, at: Place) -> np.ndarray:

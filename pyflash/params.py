@@ -119,6 +119,8 @@ _SEQUENCES = (
     ),
 )
 
+_KINDS = "(batch, num_heads_q, num_m_blocks, num_n_blocks)"  # of blocks
+
 
 def _map(name: str, box: str) -> Field:
     return Field(f"tma_{name}", "tensor_map", "TensorMap", f"{name} (head_dim, seqlen, head, batch), box {box}")
@@ -178,6 +180,17 @@ TABLES: dict[str, tuple[Field, ...]] = {
         Field("sum", "pointer", "{real}*", "contiguous"),
         Field("out", "pointer", "cfg::Bias*", "contiguous"),
         Field("count", "i64", "long long", "elements"),
+    ),
+    "block_kinds": (
+        Field("kinds", "pointer", "unsigned char*", f"{_KINDS}, contiguous: 0 empty, 1 partial, 2 full"),
+        *_SIZES,
+        *(field for slot in features.CAPTURED for field in slot.fields),
+    ),
+    "block_lists": (
+        Field("kinds", "pointer", "const unsigned char*", f"{_KINDS}, contiguous"),
+        Field("key_blocks", "pointer", "int*", "(batch, num_heads_q, num_m_blocks, 1 + num_n_blocks), contiguous"),
+        Field("query_blocks", "pointer", "int*", "(batch, num_heads_q, num_n_blocks, 1 + num_m_blocks), contiguous"),
+        *_SIZES,
     ),
     "bwd_convert": _CONVERT,
     "bwd_convert_sm90": _CONVERT + _SEQUENCES,

@@ -13,14 +13,11 @@ from .problem import DTYPES, REAL_DTYPES, Problem, Tensor
 from .tiles import FAMILIES, KERNELS, Kernel, Row
 from .trace import INPUTS, Graph
 
-_WORKSPACE_ALIGNMENT = 256
-_MAX_GRID = 2**31 - 1
+_WORKSPACE_ALIGNMENT, MAX_GRID = 256, 2**31 - 1
 _WG_ROWS = 64  # rows of a warpgroup
-# For estimates: what a multiprocessor of Hopper does a second, and what the start and the end of an output tile and
-# another launch take.
+# For estimates: what a multiprocessor of Hopper does a second; what an output tile's ends and another launch take.
 _SM_FLOPS, _SM_BANDWIDTH, _TILE_SECONDS, _COMBINE_SECONDS = 5e12, 30e9, 2.5e-6, 4e-6
-# Where a forward that splits keys leaves the parts' results.
-_PARTIAL = {"o": "o_partial", "lse": "lse_partial"}
+_PARTIAL = {"o": "o_partial", "lse": "lse_partial"}  # where a forward that splits keys leaves the parts' results
 
 
 @dataclass(frozen=True)
@@ -78,7 +75,16 @@ def _padded(problem: Problem, kernel: Kernel) -> tuple[int, int]:
     return tuple(_cdiv(d, kernel.pad) * kernel.pad for d in (problem.head_dim, problem.head_dim_v))
 
 
-def _rows(problem: Problem, kernel: Kernel, device: Device) -> Iterator[Row]:
+_WALKING = tuple(kernel for name, kernel in KERNELS.items() if params.computes_scores(name))  # over tiles of scores
+
+
+def _divides(problem: Problem, kernel: Kernel, row: Row) -> bool:
+    """Whether the blocks of a block mask, if there is one, are made of whole tiles."""
+    blocks = problem.option("block_mask") if kernel in _WALKING else None
+    return blocks is None or blocks.obstacle([(row.tile_m, row.tile_n)]) is None
+
+
+def _rows(problem: Problem, kernel: Kernel, device: Device, fits: Callable = _divides) -> Iterator[Row]:
     """The rows that serve the problem and fit the device."""
     dims = _padded(problem, kernel)
     for row in kernel.rows:
@@ -91,6 +97,7 @@ def _rows(problem: Problem, kernel: Kernel, device: Device) -> Iterator[Row]:
             and (row.max_seqlen is None or max(problem.seqlen_q, problem.seqlen_k) <= row.max_seqlen)
             and row.min_smem <= device.smem_bytes
             and kernel.smem_bytes(row, *dims, problem.dtype.itemsize) <= device.smem_bytes
+            and fits(problem, kernel, row)
         ):
             yield row
 
@@ -128,6 +135,8 @@ def _obstacle(problem: Problem, device: Device, name: str) -> str | None:
     if device.capability < kernel.min_capability:
         return "needs compute capability {}.{}".format(*kernel.min_capability)
     if _row(problem, kernel, device) is None:
+        if others := [(row.tile_m, row.tile_n) for row in _rows(problem, kernel, device, lambda *_: True)]:
+            return problem.option("block_mask").obstacle(others)
         return f"has no tile for head_dim {problem.head_dim}/{problem.head_dim_v} in {device.smem_bytes} B of smem"
     return _tma_obstacle(problem) if name.endswith("sm90") else None
 
@@ -162,16 +171,23 @@ def _config(problem: Problem, name: str, row: Row, tensors: dict[str, Tensor]) -
         "MIN_CTAS": row.min_ctas,
         "STAGES": row.stages,
         **dict(row.knobs),
-        **(_score_config(problem) if params.computes_scores(name) else {}),
+        **(_score_config(problem, row) if params.computes_scores(name) else {}),
         **(sizes.config(problem) if params.by_sequence(name) else {}),
         **{f"WIDE_{n.upper()}": n not in tensors or tensors[n].wide() for n in params.strided_tensors(name)},
         "SMEM_BYTES": kernel.smem_bytes(row, tile_d, tile_dv, problem.dtype.itemsize),
     }
 
 
-def _score_config(problem: Problem) -> dict[str, object]:
+def _score_config(problem: Problem, row: Row) -> dict[str, object]:
     scaled_first = problem.softmax_scale <= 0 or features.changes_scores(problem.on)
-    return {"SCALE_FIRST": scaled_first, "Bias": _bias_element(problem), **features.flags(problem.on)}
+    blocks = problem.option("block_mask")
+    return {
+        "SCALE_FIRST": scaled_first,
+        "Bias": _bias_element(problem),
+        "MASK_BLOCK_M": blocks.block_q if blocks else row.tile_m,
+        "MASK_BLOCK_N": blocks.block_k if blocks else row.tile_n,
+        **features.flags(problem.on),
+    }
 
 
 def _functions(problem: Problem) -> tuple[tuple[str, tuple[str, ...], Graph], ...]:
@@ -251,8 +267,8 @@ def _finish(
     problem: Problem, family: str, launches: list[Launch], workspace: dict[str, int], notes: tuple[str, ...]
 ) -> Plan:
     for launch in launches:
-        if launch.grid > _MAX_GRID:
-            raise Unsupported(f"{launch.kernel} would need {launch.grid} CTAs for {problem}; a grid holds {_MAX_GRID}")
+        if launch.grid > MAX_GRID:
+            raise Unsupported(f"{launch.kernel} would need {launch.grid} CTAs for {problem}; a grid holds {MAX_GRID}")
     slow = tuple(
         f"{name}: element-wise access, because its address, strides or head_dim are not multiples of 16 bytes"
         for name, tensor in problem.operands
@@ -323,12 +339,13 @@ def _tilings(problem: Problem, device: Device) -> Iterator[_Tiling]:
         longest = min(window, problem.seqlen_k) / row.tile_n
         mean = problem.visible_pairs / max(problem.seqlen_q, 1) / row.tile_n
         key_tile_seconds = 2 * row.tile_m * row.tile_n * dims / _SM_FLOPS
-        packs = 1 if row.whole else min(problem.qheads_per_kv, _WG_ROWS)
+        whole = row.whole or "block_mask" in problem.on  # whose lists are those of a head
+        packs = 1 if whole else min(problem.qheads_per_kv, _WG_ROWS)
         for pack in (n for n in range(1, packs + 1) if problem.qheads_per_kv % n == 0):
             num_m_blocks = _cdiv(problem.seqlen_q, row.tile_m // _WG_ROWS * (_WG_ROWS // pack))
             query_tiles = num_m_blocks * heads // pack
             most_splits = 1
-            if not row.whole and 0 < query_tiles < device.sm_count:
+            if not whole and 0 < query_tiles < device.sm_count:
                 most_splits = max(min(math.ceil(longest), 4 * device.sm_count // query_tiles), 1)
             for splits in range(1, most_splits + 1):
                 waves = _cdiv(query_tiles * splits, device.sm_count)
@@ -368,13 +385,13 @@ def _combine(problem: Problem, device: Device, splits: int) -> Launch:
 def _forward_sm90(problem: Problem, device: Device, notes: tuple[str, ...]) -> Plan:
     tensors, tiling = dict(problem.tensors), _tiling(problem, device)
     row, pack, splits, split = tiling.row, tiling.pack, tiling.splits, tiling.splits > 1
-    dynamic = dict(row.knobs)["DYNAMIC"] or problem.varlen
-    if tiling.tiles + device.sm_count > _MAX_GRID:
-        raise Unsupported(f"fwd_sm90 would have {tiling.tiles} output tiles for {problem}; it counts to {_MAX_GRID}")
+    if tiling.tiles + device.sm_count > MAX_GRID:
+        raise Unsupported(f"fwd_sm90 would have {tiling.tiles} output tiles for {problem}; it counts to {MAX_GRID}")
     if pack > 1:
         notes += (f"tiles hold rows of {pack} query heads: those of one fill fewer",)
     if split:
         notes += (f"keys are split in {splits}, results merged: {tiling.query_tiles} query tiles leave the GPU idle",)
+    dynamic = dict(row.knobs)["DYNAMIC"] or problem.varlen or "block_mask" in problem.on  # walks differ in length
     arrays, pointers, values = {name: tensors[name] for name in "qkv"}, ("lse",) * ("lse" in tensors), {}
     if split:  # one output for each part, one behind the other like batches
         heads, seqlen, dim = problem.num_heads_q, problem.seqlen_q, problem.head_dim_v
@@ -388,7 +405,7 @@ def _forward_sm90(problem: Problem, device: Device, notes: tuple[str, ...]) -> P
         arrays,
         pointers + ("tile_counter",) * dynamic,
         lambda n: min(device.sm_count, tiling.tiles),
-        {"PACK": pack, "SPLIT": split, "Output": "float" if split else problem.dtype.element},
+        {"DYNAMIC": dynamic, "PACK": pack, "SPLIT": split, "Output": "float" if split else problem.dtype.element},
         {
             **values,
             "num_m_blocks": tiling.num_m_blocks,
@@ -458,9 +475,10 @@ def _backward_sm90(problem: Problem, device: Device, notes: tuple[str, ...]) -> 
     row = _row(problem, KERNELS["bwd_sm90"], device)
     num_m_blocks = sizes.num_flags(problem, row.tile_m)
     tiles = problem.tiles_per_head(problem.rows_k, problem.seqlen_k, row.tile_n) * problem.num_heads_kv
-    if tiles > _MAX_GRID:
-        raise Unsupported(f"bwd_sm90 would have {tiles} key tiles for {problem}; it counts to {_MAX_GRID}")
-    alone = problem.seqlen_k <= row.tile_n and not problem.varlen  # one key tile: nothing is added up for dq
+    if tiles > MAX_GRID:
+        raise Unsupported(f"bwd_sm90 would have {tiles} key tiles for {problem}; it counts to {MAX_GRID}")
+    # With one key tile of all queries, visited by those that lie together, nothing is added up for dq.
+    alone = problem.seqlen_k <= row.tile_n and not problem.varlen and not problem.option("block_mask")
     ordered = problem.deterministic and not alone
     workspace = {"delta": rows * 4}
     if not alone:
@@ -525,7 +543,6 @@ def _backward(problem: Problem, device: Device, family: str, notes: tuple[str, .
     if ordered:
         workspace["semaphore"] = problem.arrays_batch * problem.num_heads_q * num_m_blocks * 4
     given = {n: tensors[n] for n in ("q", "k", "v", "dout", "lse")}
-    flags = {"DETERMINISTIC": ordered}
     more = _feature_gradients(problem, device)
     every_piece = workspace | more.workspace
 
@@ -559,7 +576,7 @@ def _backward(problem: Problem, device: Device, family: str, notes: tuple[str, .
         {**given, "dk": tensors["dk"], "dv": tensors["dv"]},
         (*workspace, *more.pointers),
         per_key_tile,
-        flags,
+        {"DETERMINISTIC": ordered},
     )
     convert = _launch(
         problem,

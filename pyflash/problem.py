@@ -200,6 +200,8 @@ class Problem:
 
 def argument(name: str) -> str:
     """What the public functions call a tensor."""
+    if name in (slot.name for slot in features.BLOCK_LISTS):
+        return f"{name} of block_mask"
     if name in (slot.name for slot in features.CAPTURED):
         return f"array {name.rpartition('_')[2]} that score_mod or mask_mod captures"
     return "out" if name == "o" else name
@@ -362,6 +364,11 @@ def make(
     if not backward and "o" in tensors and tensors["o"].overlaps_itself():
         check.fail("o", f"strides {tensors['o'].strides} for shape {outs}", "an array whose elements do not overlap")
     sizes = features.Sizes(batch, heads_q, seqlen_q, seqlen_k)
+    if "block_mask" in dict(on) and (lengths := [name for name in sequences.ARRAYS if name in tensors]):
+        check.fail("block_mask", f"one where there is {lengths[0]}", "None there; its mask_mod works, as mask_mod")
+    for name, value in on:
+        if misfit := features.BY_NAME[name].misfit(value, sizes):
+            check.fail(name, *misfit)
     for name in tensors.keys() & features.BY_NAME.keys():
         check.feature(features.BY_NAME[name], dtype, sizes)
     if backward:

@@ -382,7 +382,7 @@ KERNELS: dict[str, Kernel] = {
             _bwd_sm90(128, 64, 128, 3, "in turns +2 to +4 % from 4k on; two stages equal", ping_pong=True),
             _bwd_sm90(256, 64, 64, 2, "dk and dv of 64 keys fill a warpgroup each", large=True),
         ),
-        option_spill_bytes=232,  # lengths that differ: where the sequence of a tile lies
+        option_spill_bytes=384,  # a block mask: the walk of the warpgroup that adds dq; otherwise at most 232
     ),
     "bwd_delta": Kernel(
         dtypes=_HALF + _FULL,
@@ -412,6 +412,22 @@ KERNELS: dict[str, Kernel] = {
         pad=16,
         smem_bytes=_no_smem,
         rows=(Row(256, 1024, 1, 256, 1, 2, "four elements a thread"),),
+    ),
+    "block_kinds": Kernel(
+        dtypes=_HALF + _FULL,
+        min_capability=(7, 5),
+        only_capability=None,
+        pad=16,
+        smem_bytes=_no_smem,
+        rows=(Row(256, 1, 1, 128, 1, 4, "a CTA for each block"),),
+    ),
+    "block_lists": Kernel(
+        dtypes=_HALF + _FULL,
+        min_capability=(7, 5),
+        only_capability=None,
+        pad=16,
+        smem_bytes=_no_smem,
+        rows=(Row(256, 8, 1, 256, 1, 4, "a warp for each list"),),
     ),
     "combine": Kernel(
         dtypes=_HALF,

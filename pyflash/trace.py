@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from . import captured
+
 MAX_ARRAYS, MAX_DIMENSIONS = 4, 4
 INPUTS = {"score_mod": ("score", "batch", "head", "q_idx", "kv_idx"), "mask_mod": ("batch", "head", "q_idx", "kv_idx")}
 
@@ -453,15 +455,12 @@ where, exp, log, tanh, minimum, maximum, sqrt, sin, cos, floor = map(
 abs = _function("absolute")
 
 
-# ---- What a function captures
-
-
 class _Table:
     """Stands for a captured array."""
 
     def __init__(self, recorder: _Recorder, name: str, array):
         self._recorder, self._name = recorder, name
-        self._dimensions, self._dtype = len(array.shape), _dtype(array)
+        self._dimensions, self._dtype = len(array.shape), captured.dtype_of(array)
 
     def __getitem__(self, index):
         return Tracer(self._recorder, self._recorder.load(self, index))
@@ -470,81 +469,6 @@ class _Table:
         if attribute.startswith("__"):
             raise AttributeError(attribute)
         self._recorder.fail(f"{self._name}.{attribute}", f"{self._name}[...]; keep other facts in variables outside")
-
-
-def _dtype(array) -> str:
-    return getattr(array.dtype, "name", str(array.dtype)).removeprefix("torch.")
-
-
-_NO_ARRAYS = (np.generic, type, types.ModuleType)
-_DEPTH = 4  # of functions and modules in each other, as far as they are looked into
-
-
-def _is_array(value) -> bool:
-    return hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, _NO_ARRAYS)
-
-
-@lru_cache(maxsize=1024)
-def _names(code: types.CodeType) -> set[str]:
-    """What code may look up by name, the code inside of it included."""
-    inner = (_names(x) for x in code.co_consts if isinstance(x, types.CodeType))
-    return set(code.co_names).union(*inner)
-
-
-def _defaults(function: types.FunctionType) -> dict[str, object]:
-    """Of arguments."""
-    defaults, code = function.__defaults__ or (), function.__code__
-    return dict(zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults, strict=True))
-
-
-def _captured(function: types.FunctionType) -> dict[str, object]:
-    """What a function finds outside of its arguments, by name."""
-    names, code = _names(function.__code__), function.__code__
-    found = {name: function.__globals__[name] for name in sorted(names) if name in function.__globals__}
-    found |= dict(zip(code.co_freevars, (cell.cell_contents for cell in function.__closure__ or ()), strict=True))
-    return found | _defaults(function) | (function.__kwdefaults__ or {})
-
-
-class _Unknown(Exception):
-    """A function captures what may change unseen."""
-
-
-def _key(value, names: set[str], depth: int = 0):
-    """What a trace depends on of a captured value."""
-    if _is_array(value):
-        return "array", _dtype(value), len(value.shape)
-    if value is None or isinstance(value, (bool, int, float, str, np.generic)):
-        return type(value), repr(value)
-    if isinstance(value, types.ModuleType) and depth < _DEPTH:
-        found = ((name, getattr(value, name, None)) for name in names)
-        inner = (bool, int, float, types.ModuleType)
-        return id(value), tuple(
-            sorted((name, repr(_key(x, names, depth + 1))) for name, x in found if isinstance(x, inner))
-        )
-    if isinstance(value, types.FunctionType) and value.__module__ != __name__ and depth < _DEPTH:
-        return _function_key(value, _captured(value), depth + 1)
-    if isinstance(value, (types.BuiltinFunctionType, np.ufunc)) or getattr(value, "__module__", "") == __name__:
-        return id(value)
-    raise _Unknown
-
-
-def _function_key(function, captured: dict[str, object], depth: int = 0):
-    names = _names(function.__code__)
-    return function.__code__, tuple([(name, _key(value, names, depth)) for name, value in captured.items()])
-
-
-def _standing_in(function, captured: dict[str, object], recorder: _Recorder):
-    """The function with tables in place of its arrays."""
-    tables = {name: _Table(recorder, name, value) for name, value in captured.items() if _is_array(value)}
-    code = function.__code__
-    closure = tuple(
-        types.CellType(tables[name]) if name in tables else cell
-        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True)
-    )
-    defaults = tuple(tables.get(n, x) for n, x in _defaults(function).items())
-    made = types.FunctionType(code, {**function.__globals__, **tables}, function.__name__, defaults, closure)
-    made.__kwdefaults__ = {n: tables.get(n, x) for n, x in (function.__kwdefaults__ or {}).items()}
-    return made
 
 
 _traced: dict[object, tuple[Mod, tuple[str, ...]]] = {}
@@ -560,30 +484,33 @@ def trace(name: str, function) -> Mod:
     if not isinstance(function, types.FunctionType):
         got = getattr(type(function), "__name__", function)
         raise TypeError(f"{name}: got a {got}, takes None or a Python function of {', '.join(inputs)}")
-    captured = _captured(function)
     try:
-        key = name, _function_key(function, captured)
-    except (_Unknown, RecursionError):
+        key = name, captured.function_key(function)
+    except (captured.Unknown, RecursionError):
         key = None
     found = _traced.get(key)
     if found is None:
-        found = _trace(name, function, captured)
+        found = _trace(name, function)
         if len(_traced) >= _MAX_TRACED:
             _traced.clear()
         if key is not None:
             _traced[key] = found
-    mod, names = found
-    return mod._replace(arrays=tuple(captured[n] for n in names))
+    mod, paths = found
+    if not paths:
+        return mod
+    arrays = captured.arrays(function)
+    return mod._replace(arrays=tuple(arrays[path] for path in paths))
 
 
-def _trace(name: str, function, captured) -> tuple[Mod, tuple[str, ...]]:
+def _trace(name: str, function) -> tuple[Mod, tuple[str, ...]]:
     recorder, inputs = _Recorder(name), INPUTS[name]
     arguments = [Tracer(recorder, recorder.node("input", "real" if x == "score" else "int", value=x)) for x in inputs]
     code = function.__code__
     required = code.co_argcount - len(function.__defaults__ or ())
     if required > len(inputs) or (code.co_argcount < len(inputs) and not code.co_flags & 4):
         recorder.fail(f"a function of {code.co_argcount} arguments", f"one of {', '.join(inputs)}")
-    result = _standing_in(function, captured, recorder)(*arguments)
+    standing_in = captured.standing_in(function, lambda path, array: _Table(recorder, path, array))
+    result = standing_in(*arguments)
     if result is None:
         recorder.fail("a function that returns None", f"one that returns a {'score' if name[0] == 's' else 'bool'}")
     root = recorder.operand(result, "the result")

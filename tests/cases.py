@@ -364,12 +364,32 @@ def _prefix(case: Case, rng, xp):
     return lambda batch, head, q_idx, kv_idx: (kv_idx < prefix + head) | (kv_idx <= q_idx)
 
 
+def _blocks(case: Case, rng, xp, *, function: Callable, batch: int | None = None, heads: int | None = None, **sides):
+    """A block mask: of every batch and head, unless told otherwise."""
+    mask_mod = function(case, rng, xp)
+    sizes = (case.batch if batch is None else batch, heads or case.heads_q, case.seqlen_q, case.seqlen_k)
+    return pyflash.block_mask(mask_mod, *sizes, **sides, like=xp.zeros(1, xp.int32))
+
+
+def _near_or_first(case: Case, rng, xp):
+    """A window that differs among heads, and the first keys; some queries see nothing."""
+    reach = xp.asarray(rng.integers(1, 90, case.heads_q).astype("int32"))
+    return lambda batch, head, q_idx, kv_idx: (
+        (pyflash.abs(q_idx - kv_idx) < reach[head]) | (kv_idx < 5)
+    ) & (q_idx % 150 != 40)  # fmt: skip
+
+
 FUNCTIONS: dict[str, dict[str, Callable]] = {
     "score_mod": {
         "alibi": _alibi, "relative bias": _relative_bias, "capped": _capped, "every operation": _of_everything,
         "near": _near,
     },
     "mask_mod": {"documents": _documents, "prefix": _prefix},
+    "block_mask": {
+        "documents": partial(_blocks, function=_documents, heads=1),
+        "near or first": partial(_blocks, function=_near_or_first, batch=1),
+        "near or first, larger blocks": partial(_blocks, function=_near_or_first, block_q=256, block_k=384),
+    },
 }  # fmt: skip
 
 
@@ -472,6 +492,15 @@ CASES: dict[str, Case] = {
     "documents, wide heads": Case(
         1, 70, 150, 2, 1, 192, 256, options=(("score_mod", "relative bias"), ("mask_mod", "documents"))
     ),
+    "blocks of documents": Case(
+        seqlen_q=300, seqlen_k=420, heads_q=4, options=(("block_mask", "documents"),), dlse=True
+    ),
+    "blocks that differ among heads, causal, window": Case(
+        1, 390, 390, 6, 2, options=(("window", (200, 0)), ("block_mask", "near or first")), values="rising"
+    ),
+    "large blocks, more keys than queries": Case(
+        1, 290, 900, 2, 1, options=(("sinks", "of heads"), ("block_mask", "near or first, larger blocks"))
+    ),
     "prefix, softcap": Case(seqlen_q=100, options=(("softcap", 5.0), ("mask_mod", "prefix"))),
     "everything": Case(
         seqlen_q=100, seqlen_k=150, heads_q=4,
@@ -509,6 +538,7 @@ def option_sets(draw) -> tuple[tuple[str, object], ...]:
         **{name: st.sampled_from(sorted(kinds)) for name, kinds in (ARRAYS | FUNCTIONS).items()},
     }
     names = draw(st.lists(st.sampled_from([f.name for f in features.FEATURES]), unique=True))
+    names = [name for name in names if name != "mask_mod" or "block_mask" not in names]
     return tuple((name, draw(strategies[name])) for name in sorted(names))
 
 

@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from pyflash import features, problem
+from pyflash.blocks import Blocks
 from pyflash.device import KNOWN, Device
 from pyflash.features import Sizes
 from pyflash.problem import Tensor, contiguous
@@ -26,11 +27,21 @@ FUNCTIONS = {
 }
 
 
+BLOCKS = Blocks(1, 1, 0, 0, 128, 128)  # `example` and `option_sets` make it one for their sequences
+
+
 def traced(options: dict[str, object]) -> tuple[dict[str, object], dict[str, Tensor]]:
-    """The functions among options as a problem has them: scalars, and arrays."""
+    """The functions among options as a problem has them, and their blocks: scalars, and arrays."""
     made = {name: value for name, value in options.items() if name in FUNCTIONS}
+    if "block_mask" in options:
+        made["mask_mod"] = FUNCTIONS["mask_mod"]
     scalars, arrays = features.parted(features.check(made))
-    return scalars, {name: contiguous(array.shape, array.dtype.name) for name, array in arrays.items()}
+    tensors = {name: contiguous(array.shape, array.dtype.name) for name, array in arrays.items()}
+    if blocks := options.get("block_mask"):
+        scalars["block_mask"] = blocks
+        names = (slot.name for slot in features.BLOCK_LISTS)
+        tensors |= {name: contiguous(shape, "int32") for name, shape in zip(names, blocks.shapes[1:], strict=True)}
+    return scalars, tensors
 
 
 @st.composite
@@ -67,6 +78,7 @@ def option_sets(draw, sizes: Sizes, real: str) -> tuple[dict[str, object], dict[
         "dropout_p": st.sampled_from([0.0, 0.2]),
         "sinks": st.just(contiguous((sizes.heads_q,), real)),
         **{name: st.just(function) for name, function in FUNCTIONS.items()},
+        "block_mask": st.just(BLOCKS._replace(seqlen_q=sizes.seqlen_q, seqlen_k=sizes.seqlen_k)),
     }
     chosen = draw(st.lists(st.sampled_from(sorted(values)), unique=True, max_size=3))
     made = {name: draw(values[name]) for name in chosen}
@@ -143,6 +155,8 @@ def example(
     for name in [name for name in options if features.BY_NAME[name].is_array]:
         allowed = features.BY_NAME[name].dtypes(dtype, problem.REAL_DTYPES[problem.DTYPES[dtype].real])
         given[name] = contiguous(options.pop(name), allowed[0])
+    if blocks := options.get("block_mask"):
+        options["block_mask"] = blocks._replace(seqlen_q=seqlen_q, seqlen_k=seqlen_k)
     functions, captured = traced(options)
     options, given = options | functions, given | captured
     wants_lse = wants_lse or backward

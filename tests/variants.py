@@ -6,13 +6,14 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from problems import FUNCTIONS, example, packed
+from problems import BLOCKS, FUNCTIONS, example, packed, traced
 
 from pyflash.device import KNOWN, Device
 from pyflash.errors import Unsupported
 from pyflash.explain import tile_row
 from pyflash.features import BY_NAME
 from pyflash.plan import Launch, plan
+from pyflash.plan_blocks import MaskProblem, plan_blocks
 from pyflash.problem import Problem
 from pyflash.tiles import FAMILIES, KERNELS, Kernel, Row
 
@@ -21,7 +22,7 @@ from pyflash.tiles import FAMILIES, KERNELS, Kernel, Row
 class Variant:
     launch: Launch
     device: Device
-    problem: Problem
+    problem: Problem | MaskProblem
     name: str
     row: tuple[str, Row]  # kernel and tile row
     traits: frozenset[tuple]  # of the row: what a covering choice must meet
@@ -45,6 +46,7 @@ OPTIONS = (
     {"sinks": (4,)},
     {"dropout_p": 0.2},
     *({name: function} for name, function in FUNCTIONS.items()),
+    {"block_mask": BLOCKS},
     {"window": (4000, 50), "softcap": 30.0, "alibi_slopes": (4,)},
     {"causal": True, "bias": (1, 4, 1, 1), "mask": (1, 1, 1, 1), "sinks": (4,)},
 )
@@ -145,6 +147,14 @@ def every(devices: Iterable[Device] = DEVICES) -> list[Variant]:
                 key = (launch.kernel, launch.real, launch.config, device.arch)
                 if key not in found:
                     found[key] = _variant(launch, device, problem)
+    functions, captured = traced({"mask_mod": FUNCTIONS["mask_mod"]})
+    asked = MaskProblem(BLOCKS, functions["mask_mod"], tuple(captured.items()))
+    for device in devices:
+        for launch in plan_blocks(asked, device).launches:
+            traits = frozenset([("arch", device.arch)])
+            name = f"{launch.kernel}-sm{device.arch}"
+            row = launch.kernel, KERNELS[launch.kernel].rows[0]
+            found[launch.kernel, device.arch] = Variant(launch, device, asked, name, row, traits)
     return list(found.values())
 
 

@@ -127,3 +127,17 @@ def test_bad_shapes_of_packed_arrays():
         pyflash.flash_attention_varlen(Q, K, K, **GOOD, out=Q)
     with pytest.raises(ValueError, match=re.escape("seqused_k: got 8 at 1, takes 0 to 7, the length of the sequence")):
         pyflash.flash_attention(np.ones((2, 5, 2, 8)), np.ones((2, 7, 2, 8)), np.ones((2, 7, 2, 8)), seqused_k=[3, 8])
+
+
+def test_block_masks_are_of_sequences_alike():
+    q = np.random.default_rng(0).standard_normal((2, 5, 4, 8), np.float32)
+    blocks = pyflash.block_mask(lambda batch, head, q_idx, kv_idx: q_idx >= kv_idx, 1, 1, 5, 5, like=q)
+    message = "block_mask: got one where there is seqused_k, takes None there; its mask_mod works, as mask_mod"
+    call = {"seqused_k": [5, 3], "block_mask": blocks}
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        pyflash.flash_attention(q, q, q, **call)
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        pyflash.flash_attention_backward(q, q, q, q, q, np.ones((2, 4, 5), np.float32), **call)
+    given = {**call, "block_mask": None, "mask_mod": blocks.mask_mod}
+    listed = {**call, "block_mask": None, "mask": np.tri(5, dtype=bool)}
+    assert np.array_equal(pyflash.flash_attention(q, q, q, **given), pyflash.flash_attention(q, q, q, **listed))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import FUNCTIONS, devices, example, problems
+from problems import BLOCKS, FUNCTIONS, devices, example, problems
 
 from pyflash import features, params
 from pyflash.device import KNOWN, Device
@@ -70,7 +70,7 @@ def test_every_valid_problem_has_a_plan_that_can_be_launched(problem, device):
 
 # Arguments that turn each feature on, as `example` takes them.
 ON = {"causal": True, "window": (9, 9), "softcap": 20.0, "alibi_slopes": (4,), "bias": (1, 4, 1, 1),
-      "mask": (2, 1, 1, 1), "sinks": (4,), "dropout_p": 0.5, **FUNCTIONS}  # fmt: skip
+      "mask": (2, 1, 1, 1), "sinks": (4,), "dropout_p": 0.5, **FUNCTIONS, "block_mask": BLOCKS}  # fmt: skip
 
 
 @pytest.mark.parametrize("backward", [False, True])

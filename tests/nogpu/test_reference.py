@@ -47,6 +47,11 @@ def by_loops(q, k, v, scale: float, causal=False, window=(None, None), softcap=N
     sinks = others.get("sinks", np.full(heads, -np.inf))
     drop, seed = others.get("dropout_p", 0.0), others.get("seed", 0)
     score_mod, mask_mod = others.get("score_mod"), others.get("mask_mod", lambda *_: True)
+    if block_mask := others.get("block_mask"):
+        mod, names = block_mask.mask_mod, ("batch", "head", "q_idx", "kv_idx")
+
+        def mask_mod(*place):
+            return mod.graph.evaluate(dict(zip(names, place, strict=True)), mod.arrays, np.float64)
 
     def score(b, h, i, j):
         s = scale * math.fsum(q[b, i, h] * k[b, j, h // (heads // heads_kv)])

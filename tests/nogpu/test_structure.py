@@ -15,15 +15,16 @@ PACKAGE, KERNELS = ROOT / "pyflash", ROOT / "kernels_cu"
 
 # A module may import those of lower rank only. `commands` is the command line's package, `bench` its benchmark.
 RANKS = {
-    **dict.fromkeys(("errors", "debug", "device", "driver", "entry", "trace"), 0),
+    **dict.fromkeys(("errors", "debug", "device", "driver", "entry", "captured", "blocks", "feature"), 0),
+    "trace": 0.5,
     **dict.fromkeys(("features", "sequences"), 1),
     **dict.fromkeys(("params", "problem", "tiles"), 2),
     "sizes": 2.5,
     **dict.fromkeys(("plan", "reference"), 3),
-    **dict.fromkeys(("source", "cpu", "explain"), 4),
+    **dict.fromkeys(("source", "cpu", "explain", "plan_blocks"), 4),
     **dict.fromkeys(("compile", "tma"), 5),
     **dict.fromkeys(("launch", "arrays", "torch"), 6),
-    "api": 7,
+    **dict.fromkeys(("api", "masks"), 7),
     "packed": 7.5,
     "__init__": 8,
     **dict.fromkeys(("jax", "flash_attn", "plots", "bench"), 9),
