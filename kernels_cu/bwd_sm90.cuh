@@ -42,8 +42,8 @@ struct Work {
 // share them.
 template <class Own> __device__ __forceinline__ bool find_work(Own& own, int turn, Work& work) {
   const Params& p = own.p;
-  if constexpr (VARLEN) {  // by turns, whatever their lengths
-    const u32 number = blockIdx.x + turn * gridDim.x;
+  if constexpr (VARLEN) {  // there and back, as the tiles of a causal head have less to do the later they come
+    const u32 number = turn * gridDim.x + (turn % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
     SequenceTile tile;
     if (number >= Parts<BY_KEYS>{own.all()}.tiles(TILE_N) * p.num_heads_kv) return false;
     work.exists = find_tile<BY_KEYS, TILE_N>(own, own.all(), number, p.num_heads_kv, tile);

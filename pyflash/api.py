@@ -501,7 +501,7 @@ def _call(
     hosts, bounds = _lengths(kind, lengths, given) if lengths else ({}, {})
     seen = arrays.Inspected(kind, given)
     for name, host in hosts.items():
-        seen.upload(kind, name, np.ascontiguousarray(host, "int64" if host.dtype.itemsize == 8 else "int32"))
+        seen.upload(kind, name, host.astype("int32", order="C"))  # numbers that this changes are refused below
     longest = tuple(bounds.get(x) if bounds.get(x) is not None else sequences.longest(hosts, x) for x in "qk")
     softmax_scale = problem.check_scale(softmax_scale)
     flags = (softmax_scale, tuple(scalars.items()), backward, wants_lse, deterministic, gradients, longest)

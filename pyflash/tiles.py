@@ -299,7 +299,7 @@ KERNELS: dict[str, Kernel] = {
                 early=False,
             ),
         ),
-        option_spill_bytes=328,  # ragged head_dim, window, softcap and ALiBi at once; alone at most 80
+        option_spill_bytes=400,  # ragged head_dim, window, softcap, ALiBi and packed sequences at once; unpacked 328
     ),
     "fwd_simt": Kernel(
         dtypes=_FULL,

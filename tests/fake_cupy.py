@@ -72,7 +72,13 @@ class FakeCuPy:
         self.cuda = types.SimpleNamespace(
             runtime=runtime, get_current_stream=lambda: types.SimpleNamespace(ptr=self.stream)
         )
-        self.module = types.SimpleNamespace(ndarray=ndarray, cuda=self.cuda)
+
+        def asarray(host: np.ndarray):
+            array = ndarray(host.shape, host.dtype)
+            ctypes.memmove(array.data.ptr, np.ascontiguousarray(host).ctypes.data, host.nbytes)
+            return array
+
+        self.module = types.SimpleNamespace(ndarray=ndarray, asarray=asarray, cuda=self.cuda)
         self.ndarray = ndarray
 
     def properties(self, number: int) -> dict[str, object]:

@@ -143,3 +143,31 @@ def test_offsets_that_lie_touch_nothing_else(family, direction, lie):
         for name, result in results.items():
             rest = result[:, 50:] if name == "lse" else result[50:]
             assert (rest == (-np.inf if name == "lse" else 0)).all(), name
+
+
+@pytest.mark.parametrize("garbage", [np.nan, np.inf])
+@pytest.mark.parametrize("options", [(), CAUSAL], ids=["full", "causal"])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_sequence_has_no_influence_on_its_neighbours(family, direction, options, garbage):
+    """Whatever it holds, where its rows lie in one tile with theirs."""
+    which = taken(family, Packed((70, 100, 60), (90, 130, 40), Case(options=options)), 1)
+    arrays = inputs(which, direction)
+    expected = run(plan_of(family, direction, which, arrays), arrays, which)
+    spoiled = {name: array.copy() for name, array in arrays.items()}
+    _, (queries,), (keys,) = list(which.sequences())[1]
+    for name, rows in {"q": queries, "k": keys, "dout": queries}.items():
+        if name in spoiled:
+            spoiled[name][rows] = garbage
+    spoiled["v"][keys.start + 3, :, 3] = garbage
+    if direction == "backward":
+        spoiled["o"][queries], spoiled["lse"][:, queries] = np.nan, np.nan
+    results = run(plan_of(family, direction, which, spoiled), spoiled, which)
+    tolerance = 0.05 if arrays["q"].dtype.itemsize == 2 else 1e-5
+    for name, result in results.items():
+        rows = keys if name in ("dk", "dv") else queries
+        result, right = (a.T if name == "lse" else a for a in (result, expected[name]))
+        others = np.ones(len(result), bool)
+        others[rows] = False
+        got, right = (a[others].astype(np.float64) for a in (result, right))
+        np.testing.assert_allclose(got, right, tolerance, tolerance, err_msg=name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 
 import numpy as np
@@ -263,3 +264,44 @@ def test_the_address_word_of_a_tensor_map_is_found_or_not_used(gpu, monkeypatch)
 
     monkeypatch.setattr(tma, "encode", encrypted)
     assert tma.address_word(tensor, (64, 64)) is None
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+@pytest.mark.parametrize("family", ["simt", "sm80", "sm90"])
+def test_offsets_arrive(gpu, family, on_host):
+    """Those of the host are brought to the device of q; those of the device are not looked at."""
+    gpu.current, ends = 1, np.array([0, 30, 100], "int64")
+    q, k, v, out = (gpu.ndarray((100, 4, 64), DTYPE_OF[family]) for _ in range(4))
+    lse, offsets = gpu.ndarray((4, 100), "float32"), gpu.module.asarray(ends)
+    gpu.current, seen = 0, []
+
+    def look(call):
+        launch, struct = structs(gpu, [call])[0]
+        if params.by_sequence(launch.kernel):
+            places = struct.cu_seqlens_q, struct.cu_seqlens_k
+            numbers = [((ctypes.c_int32 if on_host else ctypes.c_int64) * 3).from_address(place)[:] for place in places]
+            seen.append((launch.kernel, call.device_id, places[0] == offsets.data.ptr, numbers, struct.seqused_q))
+
+    gpu.on_launch = look
+    call = {"cu_seqlens_q": ends.tolist() if on_host else offsets, "max_seqlen_q": 70}
+    with debug.families(family):
+        result = pyflash.flash_attention_varlen(q, k, v, **call, return_lse=True)
+        gradients = pyflash.flash_attention_varlen_backward(out, q, k, v, out, lse, **call)
+    assert [a.shape for a in (*result, *gradients)] == [q.shape, lse.shape, q.shape, q.shape, q.shape]
+    assert [kernel for kernel, *_ in seen if kernel[:3] in ("fwd", "bwd")][0] == f"fwd_{family}"
+    assert {name for name, *_ in seen} >= {f"fwd_{family}", f"bwd_{family}"}
+    assert all(rest == [1, not on_host, [ends.tolist()] * 2, None] for _, *rest in seen)
+
+
+def test_offsets_of_another_device_or_library_are_refused(gpu):
+    q = gpu.ndarray((10, 4, 64), "float16")
+    gpu.current = 1
+    offsets = gpu.module.asarray(np.array([0, 10]))
+    gpu.current = 0
+    with pytest.raises(ValueError, match="cu_seqlens_q: got an array on CUDA device 1, takes one on device 0, as q"):
+        pyflash.flash_attention_varlen(q, q, q, offsets)
+    with pytest.raises(TypeError, match="cu_seqlens_q: got a cupy array, takes a list, a NumPy array or one of numpy"):
+        host = np.zeros((10, 4, 64), np.float32)
+        pyflash.flash_attention_varlen(host, host, host, offsets)
+    with pytest.raises(ValueError, match="cu_seqlens_q: got 9 as the last offset, takes 10, the tokens of q"):
+        pyflash.flash_attention_varlen(q, q, q, [0, 9])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import BLOCKS, FUNCTIONS, devices, example, problems
+from problems import BLOCKS, FUNCTIONS, device_of, devices, example, packed, problems
 
 from pyflash import features, params
 from pyflash.device import KNOWN, Device
@@ -318,3 +318,29 @@ def test_every_kernel_has_a_row_for_every_head_dim_and_dtype_somewhere(name):
                 problem = example(dtype=dtype, backward=name.startswith("bwd"), head_dim=head_dim, causal=causal)
                 for device in able:
                     assert plan(problem, device, families=(family,)).launches
+
+
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("capability, family", [((8, 0), "sm80"), ((9, 0), "sm90")])
+def test_packed_sequences(capability, family, backward, used):
+    """Tiles for any lengths that the offsets may have, and nothing that depends on the longest."""
+    device = device_of(capability)
+    plans = [
+        plan(packed(tokens=5000, batch=30, backward=backward, used=used, max_seqlen=n), device) for n in (300, None)
+    ]
+    for made in plans:
+        main = next(launch for launch in made.launches if launch.kernel == f"{'bwd' if backward else 'fwd'}_{family}")
+        config, values = dict(main.config), dict(main.values)
+        assert config["PACKED"] and config["GAPS"] == used
+        assert (values["batch"], values["rows_q"], values["rows_k"]) == (30, 5000, 5000)
+        tile = config["TILE_N" if backward else "TILE_M"]
+        most = 5000 // tile + 30 * (1 + used) + 1  # of a head
+        assert values.get("num_tiles", main.grid) in (most * 4, device.sm_count)
+        assert {f"cu_seqlens_{side}" for side in "qk"} <= set(dict(main.arrays))
+        assert used == ("seqused_q" in dict(main.arrays))
+        for launch in made.launches:
+            if launch.kernel == "bwd_delta":
+                assert dict(launch.values)["batch"] == 1 and dict(launch.values)["seqlen_q"] == 5000
+    first, second = ([(x.kernel, x.config, x.grid) for x in made.launches] for made in plans)
+    assert first == second

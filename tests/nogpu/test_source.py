@@ -17,6 +17,7 @@ from pyflash.tiles import KERNELS
 LINE = re.compile(
     r"inline constexpr (int \w+ = -?\d+|bool \w+ = (true|false));"
     r"|using (Element|Bias|Output) = (bf16|fp16|float|double);"
+    r"|using (CuSeqlens|SeqUsed)[QK] = (int|long long);"
 )
 
 # What every kernel file, and every header, may rely on.
