@@ -171,7 +171,8 @@ def _config(problem: Problem, name: str, row: Row, tensors: dict[str, Tensor]) -
 
 def _score_config(problem: Problem) -> dict[str, object]:
     scaled_first = problem.softmax_scale <= 0 or features.changes_scores(problem.on)
-    return {"SCALE_FIRST": scaled_first, "Bias": _bias_element(problem), **features.flags(problem.on)}
+    unit = {f"UNIT_{name.upper()}": features.keys_adjacent(problem.on, name) for name in ("bias", "mask")}
+    return {"SCALE_FIRST": scaled_first, "Bias": _bias_element(problem), **unit, **features.flags(problem.on)}
 
 
 def _functions(problem: Problem) -> tuple[tuple[str, tuple[str, ...], Graph], ...]:
