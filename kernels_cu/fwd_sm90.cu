@@ -164,7 +164,6 @@ fwd_sm90(const __grid_constant__ Params params) {
   };
   u32 hidden[(TILE_N / 2 + 31) / 32];  // bits, of the lane's elements
   auto look = [&](int n) {  // HIDES_ANYWHERE: which elements of a tile are hidden, while the products are on their way
-    if (is_full(range, n)) return;
     const int kv0 = first_key(n);
     const VisibleKeys keys[2] = {visible_keys(p, query(work, 0), kv0, {work.batch, head(work, 0)}),
                                  visible_keys(p, query(work, 1), kv0, {work.batch, head(work, 1)})};
@@ -443,7 +442,7 @@ fwd_sm90(const __grid_constant__ Params params) {
     }
     first_step(range.end - 1);
     for (int n = range.end - 2; n >= range.begin; n--) {
-      if (!RISES && is_full(range, n)) {
+      if (!RAISES && is_full(range, n)) {
         full_step(n);
       } else {
         raising_step(n);

@@ -299,7 +299,7 @@ KERNELS: dict[str, Kernel] = {
                 early=False,
             ),
         ),
-        option_spill_bytes=328,  # ragged head_dim, window, softcap and ALiBi at once; alone at most 80
+        option_spill_bytes=464,  # causal, bias, mask and sinks at once; alone at most 280, of a mask
     ),
     "fwd_simt": Kernel(
         dtypes=_FULL,
@@ -382,7 +382,7 @@ KERNELS: dict[str, Kernel] = {
             _bwd_sm90(128, 64, 128, 3, "in turns +2 to +4 % from 4k on; two stages equal", ping_pong=True),
             _bwd_sm90(256, 64, 64, 2, "dk and dv of 64 keys fill a warpgroup each", large=True),
         ),
-        option_spill_bytes=232,  # lengths that differ: where the sequence of a tile lies
+        option_spill_bytes=232,  # lengths that differ: where the sequence of a tile lies; features alone at most 80
     ),
     "bwd_delta": Kernel(
         dtypes=_HALF + _FULL,
