@@ -256,9 +256,9 @@ class _Broadcast(Feature):
         return None if fits else f"one that broadcasts to {tuple(sizes)}: (batch, heads_q, seqlen_q, seqlen_k)"
 
     def values(self, value, softmax_scale, sizes):
-        return {f"{self.name}_stride": self.strides(value.strides, value.shape)}
+        return {f"{self.name}_stride": self._strides(value.strides, value.shape)}
 
-    def strides(self, strides, shape) -> tuple[int, ...]:
+    def _strides(self, strides, shape) -> tuple[int, ...]:
         """Of the whole matrix, 0 where the array is broadcast."""
         return (0, 0, 0, 0, *(stride if n > 1 else 0 for stride, n in zip(strides, shape, strict=True)))[-4:]
 
@@ -283,7 +283,7 @@ class _Bias(_Broadcast):
     def values(self, value, softmax_scale, sizes):
         contiguous = [math.prod(value.shape[i + 1 :]) for i in range(len(value.shape))]
         strides = super().values(value, softmax_scale, sizes)
-        return {**strides, "dbias_stride": self.strides(contiguous, value.shape)}
+        return {**strides, "dbias_stride": self._strides(contiguous, value.shape)}
 
     def score(self, value, s, at):
         return s + at.of(value).astype(s.dtype)
@@ -535,11 +535,6 @@ def flags(on: Mapping[str, object]) -> dict[str, bool]:
     """Every flag of the table."""
     true = {flag for name, value in on.items() for flag in BY_NAME[name].flags_of(value)}
     return {flag: flag in true for feature in FEATURES for flag in feature.flags}
-
-
-def keys_adjacent(on: Mapping[str, object], name: str) -> bool:
-    """Whether an array that broadcasts to the score matrix has an element for each key, one next to the other."""
-    return name in on and BY_NAME[name].strides(on[name].strides, on[name].shape)[-1] == 1
 
 
 def changes_scores(on: Iterable[str]) -> bool:

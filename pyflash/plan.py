@@ -171,7 +171,9 @@ def _config(problem: Problem, name: str, row: Row, tensors: dict[str, Tensor]) -
 
 def _score_config(problem: Problem) -> dict[str, object]:
     scaled_first = problem.softmax_scale <= 0 or features.changes_scores(problem.on)
-    unit = {f"UNIT_{name.upper()}": features.keys_adjacent(problem.on, name) for name in ("bias", "mask")}
+    # Whether elements of neighbouring keys are neighbours in memory.
+    last = {n: (t.shape[-1:], t.strides[-1:]) for n, t in problem.tensors if n in ("bias", "mask")}
+    unit = {f"UNIT_{n.upper()}": n in last and last[n][0] > (1,) and last[n][1] == (1,) for n in ("bias", "mask")}
     return {"SCALE_FIRST": scaled_first, "Bias": _bias_element(problem), **unit, **features.flags(problem.on)}
 
 
