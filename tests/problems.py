@@ -132,7 +132,7 @@ def example(
     **options: object,
 ) -> problem.Problem:
     """One valid call with contiguous arrays, those in `narrow` misaligned. Of features that are arrays, `options` has
-    the shapes."""
+    the shapes, where "k" is seqlen_k."""
     seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
     shapes = {
         "q": (batch, seqlen_q, heads, head_dim),
@@ -142,7 +142,7 @@ def example(
     given = {name: contiguous(shape, dtype) for name, shape in shapes.items()}
     for name in [name for name in options if features.BY_NAME[name].is_array]:
         allowed = features.BY_NAME[name].dtypes(dtype, problem.REAL_DTYPES[problem.DTYPES[dtype].real])
-        given[name] = contiguous(options.pop(name), allowed[0])
+        given[name] = contiguous(tuple(seqlen_k if n == "k" else n for n in options.pop(name)), allowed[0])
     functions, captured = traced(options)
     options, given = options | functions, given | captured
     wants_lse = wants_lse or backward
