@@ -157,6 +157,24 @@ fwd_sm90(const __grid_constant__ Params params) {
     }
   };
 
+  auto first_key = [&](int n) {  // of the lane's in a key tile
+    const int key = range.tile(n) * TILE_N + lane % 4 * 2;
+    // Nothing is made from it before the scores are there. What random bits are shared by the compiler knows to be 0.
+    return BY_ELEMENT ? (int)opaque(key) & ~9 : key;
+  };
+  u32 hidden[(TILE_N / 2 + 31) / 32];  // bits, of the lane's elements
+  auto look = [&](int n) {  // HIDES_ANYWHERE: which elements of a tile are hidden, while the products are on their way
+    const int kv0 = first_key(n);
+    const VisibleKeys keys[2] = {visible_keys(p, query(work, 0), kv0, {work.batch, head(work, 0)}),
+                                 visible_keys(p, query(work, 1), kv0, {work.batch, head(work, 1)})};
+#pragma unroll
+    for (u32& bits : hidden) bits = 0;
+#pragma unroll
+    for (int i = 0; i < TILE_N / 2; i++) {
+      hidden[i / 32] |= u32(!keys[i / 2 % 2].has(i / 4 * 8 + i % 2)) << i % 32;
+    }
+  };
+
   // ---- Products
   auto multiply_scores = [&]() {  // s = q kT
     const u64 a = descriptor_k_major(smem_u32(smem.q[q.index][wg]));
@@ -198,7 +216,8 @@ fwd_sm90(const __grid_constant__ Params params) {
     wgmma_fence();
     multiply_values(Bool<false>{});
   };
-  auto start_step = [&]() {  // scores of this tile and output of the one before; until the scores are there
+  // Scores of this tile and output of the one before; until the scores are there, and meanwhile() is done.
+  auto start_step = [&](auto meanwhile) {
     mbarrier_wait(&smem.k_full[k.index], k.parity);
     mbarrier_wait(&smem.v_full[v.index], v.parity);
     take_turn();
@@ -206,6 +225,7 @@ fwd_sm90(const __grid_constant__ Params params) {
     wgmma_fence();
     multiply_scores();
     multiply_values(Bool<true>{});
+    meanwhile();
     wgmma_wait<1>();
     wgmma_hold(s_rmem);
   };
@@ -216,11 +236,6 @@ fwd_sm90(const __grid_constant__ Params params) {
   };
 
   // ---- Softmax
-  auto first_key = [&](int n) {  // of the lane's in a key tile
-    const int key = range.tile(n) * TILE_N + lane % 4 * 2;
-    // Nothing is made from it before the scores are there. What random bits are shared by the compiler knows to be 0.
-    return BY_ELEMENT ? (int)opaque(key) & ~9 : key;
-  };
   auto modify = [&](int n) {
     const int kv0 = first_key(n);
     const Scorer scorers[2] = {{p, {work.batch, head(work, 0)}, query(work, 0), kv0},
@@ -231,13 +246,20 @@ fwd_sm90(const __grid_constant__ Params params) {
     });
   };
   auto hide = [&](int n) {
-    const int kv0 = first_key(n);
-    const int queries[2] = {query(work, 0), query(work, 1)};
-    const VisibleKeys keys[2] = {visible_keys(p, queries[0], kv0, {work.batch, head(work, 0)}),
-                                 visible_keys(p, queries[1], kv0, {work.batch, head(work, 1)})};
+    if constexpr (HIDES_ANYWHERE) {
 #pragma unroll
-    for (int i = 0; i < TILE_N / 2; i++) {
-      if (!keys[i / 2 % 2].has(i / 4 * 8 + i % 2)) s_rmem[i] = HIDDEN;
+      for (int i = 0; i < TILE_N / 2; i++) {
+        if (hidden[i / 32] >> i % 32 & 1) s_rmem[i] = HIDDEN;
+      }
+    } else {
+      const int kv0 = first_key(n);
+      const int queries[2] = {query(work, 0), query(work, 1)};
+      const VisibleKeys keys[2] = {visible_keys(p, queries[0], kv0, {work.batch, head(work, 0)}),
+                                   visible_keys(p, queries[1], kv0, {work.batch, head(work, 1)})};
+#pragma unroll
+      for (int i = 0; i < TILE_N / 2; i++) {
+        if (!keys[i / 2 % 2].has(i / 4 * 8 + i % 2)) s_rmem[i] = HIDDEN;
+      }
     }
     unchecked = HIDES_KEYS;
   };
@@ -321,6 +343,9 @@ fwd_sm90(const __grid_constant__ Params params) {
     float factor[2];
     release_k(n);
     k.advance();
+    if constexpr (HIDES_ANYWHERE) {
+      if (range.hides(n)) look(n);
+    }
     modify(n);
     if (range.hides(n)) hide(n);
     softmax.take_raised<true>(s_rmem, scale, factor);
@@ -329,7 +354,13 @@ fwd_sm90(const __grid_constant__ Params params) {
   auto raising_step = [&](int n) {
     float factor[2];
     bool raised = true;
-    start_step();
+    if constexpr (HIDES_ANYWHERE) {
+      start_step([&] {
+        if (range.hides(n)) look(n);
+      });
+    } else {
+      start_step([] {});
+    }
     release_k(n);
     k.advance();
     modify(n);
@@ -344,9 +375,9 @@ fwd_sm90(const __grid_constant__ Params params) {
     round_p(n);
   };
   auto full_step = [&](int n) {
-    start_step();
+    start_step([] {});
     modify(n);
-    const bool outgrown = softmax.take_stale(s_rmem, scale);
+    const bool outgrown = softmax.take_stale<SCORES_HIDE>(s_rmem, scale);
     if (!outgrown) release_k(n);
     finish_output();
     make_hidden_harmless(n + 1);
@@ -357,7 +388,7 @@ fwd_sm90(const __grid_constant__ Params params) {
       fence_proxy_async_shared();
       __syncwarp();
       modify(n);
-      softmax.take_raised<false>(s_rmem, scale, factor);
+      softmax.take_raised<SCORES_HIDE>(s_rmem, scale, factor);
       rescale(factor);
       release_k(n);
     }

@@ -20,6 +20,8 @@ constexpr bool HIDES_IN_ANY_TILE = cfg::MASK || (cfg::MASK_MOD && !cfg::BLOCK_MA
 constexpr bool RISES = cfg::ALIBI && !BOUND_RIGHT;
 // Whether elements differ in more than their distance from the diagonal: what it takes to compute them is much code.
 constexpr bool BY_ELEMENT = HIDES_ANYWHERE || cfg::BIAS || cfg::SCORE_MOD || cfg::DROPOUT;
+// Whether a score may be -inf though its key is not hidden.
+constexpr bool SCORES_HIDE = cfg::BIAS || cfg::SCORE_MOD;
 
 using Real = decltype(Params::scale_log2);
 
@@ -268,7 +270,7 @@ template <bool> struct Listed {
   __device__ __forceinline__ Listed(const Params& p, const Head& at, int q_idx, int kv_idx, bool along_keys)
     : first(p.mask + at.batch * p.mask_stride[0] + at.head * p.mask_stride[1] + q_idx * p.mask_stride[2] +
             kv_idx * p.mask_stride[3]),
-      stride(p.mask_stride[along_keys ? 3 : 2]) {}
+      stride(!along_keys ? p.mask_stride[2] : cfg::UNIT_MASK ? 1 : p.mask_stride[3]) {}
   __device__ __forceinline__ bool has(int offset) const { return first[offset * stride]; }
 };
 template <> struct Listed<false> {
@@ -375,7 +377,10 @@ __device__ __forceinline__ Words philox(u32 c0, u32 c1, u32 c2, u32 c3, u64 key)
   return {c0, c1, c2, c3};
 }
 
-// Makes scores of products q.k, in units of log2, and gradients of products of gradients of scores. A positive scale
+// One of the scores' natural units in those that a Scorer makes: log2, for exponentials; natural for the user's functions.
+constexpr Real UNIT = cfg::SCORE_MOD ? 1 : LOG2_E;
+
+// Makes scores of products q.k, in its units, and gradients of products of gradients of scores. A positive scale
 // alone commutes with the maximum, so it is folded into the exponent's fused multiply-add (exponent_scale); everything
 // else is applied here first. Made for one element, others are told by how far they lie from it: constants, so that
 // what depends on positions costs little.
@@ -389,7 +394,7 @@ struct Scorer {
   __device__ __forceinline__ Scorer(const Params& p, const Head& at, int q_idx, int kv_idx) : p(p) {
     if constexpr (cfg::ALIBI) {
       const i64 place = at.batch * p.alibi_slopes_stride[0] + at.head * p.alibi_slopes_stride[1];
-      slope = p.alibi_slopes[place] * Real(LOG2_E);
+      slope = p.alibi_slopes[place] * UNIT;
       distance = q_idx + p.seqlen_k - p.seqlen_q - kv_idx;
     }
     if constexpr (cfg::BIAS) bias = p.bias + place(p.bias_stride, at, q_idx, kv_idx);
@@ -401,7 +406,8 @@ struct Scorer {
     Real sum = 0;
     if (cfg::ALIBI) sum = -slope * abs_real(distance + Real(q_offset - kv_offset));
     if (cfg::BIAS && q_idx + q_offset < p.seqlen_q && kv_idx + kv_offset < p.seqlen_k) {
-      sum += Real(to_real(bias[q_offset * p.bias_stride[2] + kv_offset * p.bias_stride[3]])) * Real(LOG2_E);
+      const i64 key_stride = cfg::UNIT_BIAS ? 1 : p.bias_stride[3];
+      sum += Real(to_real(bias[q_offset * p.bias_stride[2] + kv_offset * key_stride])) * UNIT;
     }
     return sum;
   }
@@ -413,7 +419,7 @@ struct Scorer {
   __device__ __forceinline__ Real modified(Real s, int q_offset, int kv_offset) const {
     if constexpr (cfg::SCORE_MOD) {
       const int query = q_idx + q_offset, key = kv_idx + kv_offset;
-      const Real made = mod::score_mod(p, s * NATURAL, at.batch, at.head, query, key) * Real(LOG2_E);
+      const Real made = mod::score_mod(p, s, at.batch, at.head, query, key);
       if (query < p.seqlen_q) s = made;
     }
     return s;
@@ -421,7 +427,8 @@ struct Scorer {
   template <bool SMALL = false>
   __device__ __forceinline__ Real unmodified(Real qk, int q_offset, int kv_offset, Bool<SMALL> = {}) const {
     if (!cfg::SCALE_FIRST) return qk;
-    const Real s = cfg::SOFTCAP ? p.softcap_out * tanh_score<SMALL>(qk * p.softcap_in) : qk * p.scale_log2;
+    const Real factor = cfg::SOFTCAP ? p.softcap_out : p.scale_log2, in_units = factor * (UNIT / Real(LOG2_E));
+    const Real s = in_units * (cfg::SOFTCAP ? tanh_score<SMALL>(qk * p.softcap_in) : qk);
     return ADDS ? s + addend(q_offset, kv_offset) : s;
   }
 
@@ -489,14 +496,13 @@ struct Scorer {
 
  private:
   static constexpr bool ADDS = cfg::ALIBI || cfg::BIAS;
-  static constexpr Real NATURAL = 1 / LOG2_E;  // from units of log2 to those of the functions
   static __device__ __forceinline__ i64 place(const i64 (&stride)[4], const Head& at, int q_idx, int kv_idx) {
     return at.batch * stride[0] + at.head * stride[1] + q_idx * stride[2] + kv_idx * stride[3];
   }
   __device__ __forceinline__ Real slope_of_mod(Real qk, int q_offset, int kv_offset) const {
     const int query = q_idx + q_offset, key = kv_idx + kv_offset;
     const Real score = unmodified(qk, q_offset, kv_offset);
-    return mod::score_mod_slope(p, score * NATURAL, at.batch, at.head, query, key);
+    return mod::score_mod_slope(p, score, at.batch, at.head, query, key);
   }
   // What is hidden or does not exist has no weight.
   __device__ __forceinline__ void add_to_dbias(Real weight, Real ds, int q_offset, int kv_offset) const {
@@ -524,5 +530,5 @@ __device__ __forceinline__ void by_size(const Params& p, const Products& s, Body
 }
 
 __device__ __forceinline__ auto exponent_scale(const Params& p) {
-  return cfg::SCALE_FIRST ? decltype(p.scale_log2)(1) : p.scale_log2;
+  return cfg::SCALE_FIRST ? Real(LOG2_E) / UNIT : p.scale_log2;
 }

@@ -119,15 +119,19 @@ template <class Real> __device__ __forceinline__ Real lse_origin(Real lse) {
 // Here not even the maximum of new scores is looked for. They are exponentiated in place against the reference as it
 // is, and the sums of the results, needed anyway, tell whether a score was too large for it: no p exceeds its lane's
 // sum. What was overwritten must then be computed anew, so the limit is high enough that it hardly ever happens.
+constexpr float LOWEST = -0x1p126f;      // finite, and below all scores that are
 constexpr float MAX_LANE_SUM = 4096;  // also bounds p: 2^12, far from float16's 65504
 
 struct TileSoftmax : RowSoftmax<2> {
-  // Scores become probabilities; `lane_sum` is what the lane's add up to, row by row.
-  template <bool MAY_HIDE, int COUNT>
+  // Scores become probabilities; `lane_sum` is what the lane's add up to, row by row. Where they may be hidden and the row
+  // has seen none that is not, p is 0 of those that are; of others it is of no use, and infinite if STALE.
+  template <bool MAY_HIDE, bool STALE = false, int COUNT>
   __device__ __forceinline__ void exponentiate(float (&s)[COUNT], float scale, float (&lane_sum)[2]) const {
     float origin[2], part[2][2] = {};
 #pragma unroll
-    for (int r = 0; r < 2; r++) origin[r] = MAY_HIDE ? exponent_origin(reference[r]) : reference[r];
+    for (int r = 0; r < 2; r++) {
+      origin[r] = !MAY_HIDE ? reference[r] : STALE ? fmaxf(reference[r], LOWEST) : exponent_origin(reference[r]);
+    }
 #pragma unroll
     for (int i = 0; i < COUNT; i++) {
       const int r = i / 2 % 2;
@@ -140,9 +144,9 @@ struct TileSoftmax : RowSoftmax<2> {
 
   // Against the reference as it is. Returns, to the whole warp, whether some score was too large for it; then nothing
   // but s has changed. A row that has seen nothing yet outgrows -inf, and NaN counts as too large.
-  template <int COUNT> __device__ __forceinline__ bool take_stale(float (&s)[COUNT], float scale) {
+  template <bool MAY_HIDE, int COUNT> __device__ __forceinline__ bool take_stale(float (&s)[COUNT], float scale) {
     float lane_sum[2];
-    exponentiate<false>(s, scale, lane_sum);
+    exponentiate<MAY_HIDE, true>(s, scale, lane_sum);
     const bool outgrown = __any_sync(~0u, !(lane_sum[0] <= MAX_LANE_SUM && lane_sum[1] <= MAX_LANE_SUM));
 #pragma unroll
     for (int r = 0; r < 2; r++) sum[r] += outgrown ? 0 : lane_sum[r];

@@ -181,11 +181,15 @@ def _config(problem: Problem, name: str, row: Row, tensors: dict[str, Tensor]) -
 def _score_config(problem: Problem, row: Row) -> dict[str, object]:
     scaled_first = problem.softmax_scale <= 0 or features.changes_scores(problem.on)
     blocks = problem.option("block_mask")
+    # Whether elements of neighbouring keys are neighbours in memory.
+    last = {n: (t.shape[-1:], t.strides[-1:]) for n, t in problem.tensors if n in ("bias", "mask")}
+    unit = {f"UNIT_{n.upper()}": n in last and last[n][0] > (1,) and last[n][1] == (1,) for n in ("bias", "mask")}
     return {
         "SCALE_FIRST": scaled_first,
         "Bias": _bias_element(problem),
         "MASK_BLOCK_M": blocks.block_q if blocks else row.tile_m,
         "MASK_BLOCK_N": blocks.block_k if blocks else row.tile_n,
+        **unit,
         **features.flags(problem.on),
     }
 

@@ -144,7 +144,7 @@ def example(
     **options: object,
 ) -> problem.Problem:
     """One valid call with contiguous arrays, those in `narrow` misaligned. Of features that are arrays, `options` has
-    the shapes."""
+    the shapes, where "k" is seqlen_k."""
     seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
     shapes = {
         "q": (batch, seqlen_q, heads, head_dim),
@@ -154,7 +154,7 @@ def example(
     given = {name: contiguous(shape, dtype) for name, shape in shapes.items()}
     for name in [name for name in options if features.BY_NAME[name].is_array]:
         allowed = features.BY_NAME[name].dtypes(dtype, problem.REAL_DTYPES[problem.DTYPES[dtype].real])
-        given[name] = contiguous(options.pop(name), allowed[0])
+        given[name] = contiguous(tuple(seqlen_k if n == "k" else n for n in options.pop(name)), allowed[0])
     if blocks := options.get("block_mask"):
         options["block_mask"] = blocks._replace(seqlen_q=seqlen_q, seqlen_k=seqlen_k)
     functions, captured = traced(options)
