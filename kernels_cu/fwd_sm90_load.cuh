@@ -19,8 +19,7 @@ constexpr bool PING_PONG = cfg::PING_PONG && CONSUMERS > 1;
 // Whether every step looks for the maximum: a stale reference would be outgrown again and again, or it takes much code
 // to compute scores anew.
 constexpr bool RAISES = RISES || BY_ELEMENT;
-// Whether tiles are handed out as CTAs get free: walks differ in length.
-constexpr bool DYNAMIC = cfg::DYNAMIC || VARLEN || cfg::BLOCK_MASK;
+constexpr bool DYNAMIC = cfg::DYNAMIC || WALKS_DIFFER;  // whether tiles are handed out as CTAs get free
 static_assert(!VARLEN || (cfg::PACK == 1 && !cfg::SPLIT), "one head in a tile, and all keys");
 static_assert(cfg::NUM_THREADS == (CONSUMERS + 1) * WARPGROUP, "one warpgroup loads, the others compute");
 static_assert(TILE_N % 16 == 0 && TILE_D % 16 == 0 && TILE_DV % 16 == 0, "wgmma sums in steps of 16");
