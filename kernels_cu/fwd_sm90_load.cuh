@@ -16,9 +16,10 @@ constexpr int D_CHUNKS = (TILE_D + CHUNK - 1) / CHUNK, DV_CHUNKS = (TILE_DV + CH
 constexpr int D_STEPS = TILE_D / 16, KEY_STEPS = TILE_N / 16;  // steps of a product's summed dimension
 constexpr int CONSUMER_WARPS = CONSUMERS * WARPGROUP / WARP;
 constexpr bool PING_PONG = cfg::PING_PONG && CONSUMERS > 1;
-// Whether every step looks for the maximum: a stale reference would be outgrown again and again, or no tile is full.
+// Whether every step looks for the maximum: a stale reference would be outgrown again and again, or where masks hide
+// elements it would take much code to compute scores anew.
 constexpr bool RAISES = RISES || HIDES_ANYWHERE;
-constexpr bool DYNAMIC = cfg::DYNAMIC || VARLEN;  // whether tiles are handed out as CTAs get free
+constexpr bool DYNAMIC = cfg::DYNAMIC || WALKS_DIFFER;  // whether tiles are handed out as CTAs get free
 static_assert(!VARLEN || (cfg::PACK == 1 && !cfg::SPLIT), "one head in a tile, and all keys");
 static_assert(cfg::NUM_THREADS == (CONSUMERS + 1) * WARPGROUP, "one warpgroup loads, the others compute");
 static_assert(TILE_N % 16 == 0 && TILE_D % 16 == 0 && TILE_DV % 16 == 0, "wgmma sums in steps of 16");

@@ -14,6 +14,7 @@ constexpr bool ROWS_DIFFER = BOUND_LEFT || BOUND_RIGHT;
 // Whether a key that exists may be hidden from some row.
 constexpr bool HIDES_ANYWHERE = cfg::MASK || cfg::MASK_MOD;  // apart from its position
 constexpr bool HIDES_KEYS = ROWS_DIFFER || HIDES_ANYWHERE || VARLEN;  // those behind a sequence are another's
+constexpr bool WALKS_DIFFER = VARLEN || cfg::BLOCK_MASK;  // in length, whatever the position
 // Whether keys that exist may be hidden in any tile: no block mask tells in which.
 constexpr bool HIDES_IN_ANY_TILE = cfg::MASK || (cfg::MASK_MOD && !cfg::BLOCK_MASK);
 // Whether scores rise step by step on the way from the last key to the diagonal.

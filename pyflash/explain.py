@@ -179,7 +179,7 @@ def tile_row(launch: Launch) -> Row:
         and max(cfg["TILE_D"], cfg["TILE_DV"]) <= row.head_dim
         and row.causal in (None, features.banded(cfg))
         and row.itemsize in (None, itemsize)
-        and all(cfg[name] == value or (name == "DYNAMIC" and cfg["BLOCK_MASK"]) for name, value in row.knobs)
+        and all(cfg[name] == value for name, value in row.knobs)
     )
 
 

@@ -409,7 +409,7 @@ def _forward_sm90(problem: Problem, device: Device, notes: tuple[str, ...]) -> P
         arrays,
         pointers + ("tile_counter",) * dynamic,
         lambda n: min(device.sm_count, tiling.tiles),
-        {"DYNAMIC": dynamic, "PACK": pack, "SPLIT": split, "Output": "float" if split else problem.dtype.element},
+        {"PACK": pack, "SPLIT": split, "Output": "float" if split else problem.dtype.element},
         {
             **values,
             "num_m_blocks": tiling.num_m_blocks,

@@ -75,7 +75,7 @@ def test_a_second_process_compiles_nothing(tmp_path):
     environment = {"XDG_CACHE_HOME": str(tmp_path), "PYFLASH_DEBUG": "2", "PYTHONHASHSEED": "0"}
     first, second = (run("-c", CALL, **environment) for _ in range(2))
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr
-    assert first.stderr.count("compiled ") >= 4 and second.stderr.count("compiled ") == 0
+    assert first.stderr.count("compiled ") >= 3 and second.stderr.count("compiled ") == 0
     assert first.stdout == second.stdout
 
 

@@ -244,10 +244,10 @@ def test_without_ml_dtypes():
     code = (
         "import builtins\n"
         "ordinary = builtins.__import__\n"
-        "def refusing(name, namespace=None, *rest):\n"
+        "def refusing(name, namespace=None, *rest, **named):\n"
         "    importer = (namespace or {}).get('__name__', '')\n"
         "    if name.startswith('ml_dtypes') and importer.startswith('pyflash'): raise ImportError(name)\n"
-        "    return ordinary(name, namespace, *rest)\n"
+        "    return ordinary(name, namespace, *rest, **named)\n"
         "builtins.__import__ = refusing\n"
         "import torch, pyflash\n"
         "q = torch.randn(1, 64, 2, 64, device='cuda', dtype=torch.bfloat16, requires_grad=True)\n"
