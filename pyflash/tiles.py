@@ -242,7 +242,7 @@ KERNELS: dict[str, Kernel] = {
         ),
         # All 255 registers are taken, and some variants (element-wise, ragged, other GPUs) spill a few of them.
         spill_bytes=32,  # where a register or two is wanting
-        option_spill_bytes=704,  # bias and mask at once: places of elements
+        option_spill_bytes=832,  # bias and mask at once: places of elements
     ),
     "fwd_sm90": Kernel(
         dtypes=_HALF,
@@ -299,6 +299,7 @@ KERNELS: dict[str, Kernel] = {
                 early=False,
             ),
         ),
+        spill_bytes=16,  # causal, head_dim 256 and keys in parts at once; others nothing
         option_spill_bytes=464,  # causal, bias, mask and sinks at once; alone at most 280, of a mask
     ),
     "fwd_simt": Kernel(
@@ -349,6 +350,7 @@ KERNELS: dict[str, Kernel] = {
             _simt(256, 16, 16, 128, (16, 16, 4), 2, 8, _LESS_SMEM),
             _simt(256, 8, 8, 64, (8, 16, 2), 2, 8, _LEAST_SMEM),
         ),
+        spill_bytes=8,  # ragged, causal and scaled first, with NVRTC 13.5
         option_spill_bytes=256,  # bias and mask at once: places of elements
     ),
     "bwd_sm80": Kernel(
@@ -382,7 +384,7 @@ KERNELS: dict[str, Kernel] = {
             _bwd_sm90(128, 64, 128, 3, "in turns +2 to +4 % from 4k on; two stages equal", ping_pong=True),
             _bwd_sm90(256, 64, 64, 2, "dk and dv of 64 keys fill a warpgroup each", large=True),
         ),
-        option_spill_bytes=384,  # a block mask: the walk of the warpgroup that adds dq; otherwise at most 232
+        option_spill_bytes=448,  # everything on packed sequences; a block mask 332: the walk of the warpgroup that adds dq
     ),
     "bwd_delta": Kernel(
         dtypes=_HALF + _FULL,
