@@ -148,7 +148,7 @@ def every(devices: Iterable[Device] = DEVICES) -> list[Variant]:
                 if key not in found:
                     found[key] = _variant(launch, device, problem)
     functions, captured = traced({"mask_mod": FUNCTIONS["mask_mod"]})
-    asked = MaskProblem(BLOCKS, functions["mask_mod"], tuple(captured.items()))
+    asked = MaskProblem(BLOCKS._replace(seqlen_q=1024, seqlen_k=1024), functions["mask_mod"], tuple(captured.items()))
     for device in devices:
         for launch in plan_blocks(asked, device).launches:
             traits = frozenset([("arch", device.arch)])
