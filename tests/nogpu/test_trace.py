@@ -11,7 +11,6 @@ from problems import FUNCTIONS, example
 import pyflash
 from pyflash import features, reference, source, trace
 from pyflash.device import KNOWN
-from pyflash.explain import explain
 from pyflash.plan import plan
 
 RNG = np.random.default_rng(0)
@@ -252,8 +251,3 @@ def test_programs_have_functions_where_they_are_asked_for(backward):
             scores = "MASK_MOD" in dict(launch.config)
             assert named == (options.keys() | slope if scores else set())
             assert ("mod.cuh" in text) == bool(named)
-
-
-def test_explain_says_who_does_not_take_a_function():
-    made = explain(example(dtype="bfloat16", **FUNCTIONS), KNOWN["H200"], ("sm90", "sm80"))
-    assert made.plan.family == "sm80" and "does not take score_mod and mask_mod" in str(made)
