@@ -52,7 +52,6 @@ constexpr int TURN = 1, TURN_THREADS = 2 * WARPGROUP;
 __device__ __forceinline__ KeyWalk clip(KeyWalk x, int begin, int end) {
   auto clipped = [&](int n) { return min(max(n, begin), end); };
   x.begin = clipped(x.begin), x.end = clipped(x.end);
-  x.range.full_begin = clipped(x.range.full_begin), x.range.full_end = clipped(x.range.full_end);
   return x;
 }
 
