@@ -181,8 +181,8 @@ def _config(problem: Problem, name: str, row: Row, tensors: dict[str, Tensor]) -
 def _score_config(problem: Problem, name: str, row: Row) -> dict[str, object]:
     scaled_first = problem.softmax_scale <= 0 or features.changes_scores(problem.on)
     blocks = problem.option("block_mask")
-    # Whether elements of neighbouring keys are neighbours in memory. Of a mask to know it spills 804 bytes of fwd_sm80, not
-    # 316, so that Hopper's kernels alone are told.
+    # Whether elements of neighbouring keys are neighbours in memory. To know it of a mask makes fwd_sm80 spill 804 bytes,
+    # not 316, so Hopper's kernels alone are told.
     told = ("bias", "mask") if KERNELS[name].only_capability else ("bias",)
     last = {n: (t.shape[-1:], t.strides[-1:]) for n, t in problem.tensors if n in told}
     unit = {f"UNIT_{n.upper()}": n in last and last[n][0] > (1,) and last[n][1] == (1,) for n in ("bias", "mask")}
