@@ -92,7 +92,7 @@ bwd_simt(const __grid_constant__ Params params) {
 
   // What is visited: tiles of one kv head, or of each query head of the group.
   struct Visit { int head, block; bool masked; };
-  const auto visits = [&] {
+  auto visits = [&] {
     if constexpr (cfg::PHASE_DQ) {
       struct Keys {
         KeyWalk walk;
@@ -117,11 +117,10 @@ bwd_simt(const __grid_constant__ Params params) {
     }
   }();
   const int num_visits = visits.count();
-  auto loaded = visits, computed = visits;  // where they are
 
   const auto load_slice = [&](int step, Element* slot) {
-    if (step > 0 && step % SLICES == 0) loaded.advance();
-    const Visit visit = loaded.visit();
+    if (step > 0 && step % SLICES == 0) visits.advance();
+    const Visit visit = visits.visit();
     const auto a = cfg::PHASE_DQ ? k(visit.head) : q(visit.head), b = cfg::PHASE_DQ ? v(visit.head) : dout(visit.head);
     const int row0 = visit.block * OTHER, slice = step % SLICES;
     constexpr int DV = A_SLICES, DP = DV + DV_SLICES, DA = DP + B_SLICES;  // where each product's slices begin
@@ -264,8 +263,9 @@ bwd_simt(const __grid_constant__ Params params) {
   if (cfg::PHASE_DQ) head = own_head, load_statistics();
 
 #pragma unroll 1
-  for (int x = 0; x < num_visits; x++, computed.advance()) {
-    const Visit visit = computed.visit();
+  for (int x = 0; x < num_visits; x++) {
+    static_assert(cfg::STAGES - 1 <= SLICES, "what is requested ahead at the start of a visit is its own");
+    const Visit visit = visits.visit();
     other0 = visit.block * OTHER;
     masked = visit.masked;
     if (!cfg::PHASE_DQ) head = visit.head, load_statistics();

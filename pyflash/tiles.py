@@ -349,7 +349,6 @@ KERNELS: dict[str, Kernel] = {
             _simt(256, 16, 16, 128, (16, 16, 4), 2, 8, _LESS_SMEM),
             _simt(256, 8, 8, 64, (8, 16, 2), 2, 8, _LEAST_SMEM),
         ),
-        spill_bytes=8,  # ragged, causal and scaled first, with NVRTC 13.5
         option_spill_bytes=256,  # bias and mask at once: places of elements
     ),
     "bwd_sm80": Kernel(
