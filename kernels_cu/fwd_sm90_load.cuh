@@ -46,7 +46,8 @@ static_assert(sizeof(Smem) == cfg::SMEM_BYTES, "tiles.py and Smem disagree");
 // of the warpgroup before it arrive.
 constexpr int TURN = 1, TURN_THREADS = 2 * WARPGROUP;
 
-// All warpgroups of a CTA walk over key tiles from the last back. What of a walk lies in [begin, end), which is not empty in front of 0.
+// All warpgroups of a CTA walk over key tiles from the last back. What of a walk lies in [begin, end), which is not empty
+// in front of 0.
 __device__ __forceinline__ KeyWalk clip(KeyWalk x, int begin, int end) {
   auto clipped = [&](int n) { return min(max(n, begin), end); };
   x.begin = clipped(x.begin), x.end = clipped(x.end);

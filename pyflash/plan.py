@@ -179,7 +179,6 @@ def _config(problem: Problem, name: str, row: Row, tensors: dict[str, Tensor]) -
 
 
 def _score_config(problem: Problem, name: str, row: Row) -> dict[str, object]:
-    scaled_first = problem.softmax_scale <= 0 or features.changes_scores(problem.on)
     blocks = problem.option("block_mask")
     # Whether elements of neighbouring keys are neighbours in memory. To know it of a mask makes fwd_sm80 spill 804 bytes,
     # not 316, so Hopper's kernels alone are told.
@@ -187,7 +186,7 @@ def _score_config(problem: Problem, name: str, row: Row) -> dict[str, object]:
     last = {n: (t.shape[-1:], t.strides[-1:]) for n, t in problem.tensors if n in told}
     unit = {f"UNIT_{n.upper()}": n in last and last[n][0] > (1,) and last[n][1] == (1,) for n in ("bias", "mask")}
     return {
-        "SCALE_FIRST": scaled_first,
+        "SCALE_FIRST": problem.softmax_scale <= 0 or features.changes_scores(problem.on),
         "Bias": _bias_element(problem),
         "MASK_BLOCK_M": blocks.block_q if blocks else row.tile_m,
         "MASK_BLOCK_N": blocks.block_k if blocks else row.tile_n,
