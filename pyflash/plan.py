@@ -180,7 +180,7 @@ def _config(problem: Problem, name: str, row: Row, tensors: dict[str, Tensor]) -
 
 def _score_config(problem: Problem, name: str, row: Row) -> dict[str, object]:
     blocks = problem.option("block_mask")
-    # Whether elements of neighbouring keys are neighbours in memory. Knowing it of a mask makes fwd_sm80 spill 804 bytes,
+    # Whether elements of neighbouring keys are neighbours in memory. With it of a mask fwd_sm80 spills 804 bytes,
     # not 316, so Hopper's kernels alone are told.
     told = ("bias", "mask") if KERNELS[name].only_capability else ("bias",)
     last = {n: (t.shape[-1:], t.strides[-1:]) for n, t in problem.tensors if n in told}
