@@ -582,7 +582,10 @@ def taken(family: str, case: Case) -> Case:
     case = replace(case, dtype=dtypes[case.seed % len(dtypes)], options=options)
     if family != "sm90":
         return case
+    # Its backward differentiates a bias beside softcap or score_mod, not both.
+    if {"bias", "softcap", "score_mod"} <= {name for name, _ in options}:
+        options = tuple((name, value) for name, value in options if name != "softcap")
     # What TMA can describe: something, in rows of 16 bytes.
     sizes = {name: max(getattr(case, name), 1) for name in ("batch", "seqlen_q", "seqlen_k")}
     dims = {name: -(-getattr(case, name) // 8) * 8 for name in ("head_dim", "head_dim_v")}
-    return replace(case, **sizes, **dims, layouts=("contiguous",) * 4)
+    return replace(case, **sizes, **dims, options=options, layouts=("contiguous",) * 4)
