@@ -1,4 +1,4 @@
-"""Every way in which the planner builds each kernel, and a choice in which each tile row meets every feature."""
+"""Every way in which the planner builds each kernel, and a choice in which each tile row and each option is met."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from problems import BLOCKS, FUNCTIONS, example, packed, traced
 from pyflash.device import KNOWN, Device
 from pyflash.errors import Unsupported
 from pyflash.explain import tile_row
-from pyflash.features import BY_NAME
+from pyflash.features import BY_NAME, flags
 from pyflash.plan import Launch, plan
 from pyflash.plan_blocks import MaskProblem, plan_blocks
 from pyflash.problem import Problem
@@ -25,7 +25,7 @@ class Variant:
     problem: Problem | MaskProblem
     name: str
     row: tuple[str, Row]  # kernel and tile row
-    traits: frozenset[tuple]  # of the row: what a covering choice must meet
+    traits: frozenset[tuple]  # what a covering choice must meet: the kernel's options, and all else of its row
 
     @property
     def arch(self) -> str:
@@ -50,6 +50,9 @@ OPTIONS = (
     {"window": (4000, 50), "softcap": 30.0, "alibi_slopes": (4,)},
     {"causal": True, "bias": (1, 4, 1, 1), "mask": (1, 1, 1, 1), "sinks": (4,)},
 )
+
+# What options make true of a program.
+OPTION_FLAGS = frozenset({*flags({}), "UNIT_BIAS", "UNIT_MASK", "PACKED", "GAPS"} - {"CAUSAL"})
 
 # One GPU of each compute capability.
 DEVICES = list({device.capability: device for device in KNOWN.values()}.values())
@@ -117,15 +120,18 @@ def _packed_problems(family: str) -> Iterable[Problem]:
 
 def _variant(launch: Launch, device: Device, problem: Problem) -> Variant:
     cfg = dict(launch.config)
-    flags = [name for name, value in cfg.items() if value is True]
-    flags += [f"pack_{value}" for name, value in cfg.items() if name == "PACK" and value > 1]
+    on = [name for name, value in cfg.items() if value is True]
+    on += [f"pack_{value}" for name, value in cfg.items() if name == "PACK" and value > 1]
     dims = f"{cfg['TILE_D']}x{cfg['TILE_DV']}"
     tile = f"{cfg['TILE_M']}x{cfg['TILE_N']}"
-    name = f"{launch.kernel}-sm{device.arch}-{cfg['Element']}-{tile}-d{dims}-{'-'.join(flags).lower()}"
-    features = [(name, value) for name, value in cfg.items() if isinstance(value, bool) or name in ("Element", "PACK")]
+    name = f"{launch.kernel}-sm{device.arch}-{cfg['Element']}-{tile}-d{dims}-{'-'.join(on).lower()}"
+    row = launch.kernel, tile_row(launch)
     order = (problem.head_dim > problem.head_dim_v) - (problem.head_dim < problem.head_dim_v)
-    traits = frozenset((*features, ("arch", device.arch), ("head_dim to head_dim_v", order)))
-    return Variant(launch, device, problem, name, (launch.kernel, tile_row(launch)), traits)
+    traits = {(row, "arch", device.arch), (row, "head_dim to head_dim_v", order)}
+    for flag, value in cfg.items():
+        if isinstance(value, bool) or flag in ("Element", "PACK"):
+            traits.add((launch.kernel if flag in OPTION_FLAGS else row, flag, value))
+    return Variant(launch, device, problem, name, row, frozenset(traits))
 
 
 def _serves(kernel: Kernel, device: Device) -> bool:
@@ -151,22 +157,23 @@ def every(devices: Iterable[Device] = DEVICES) -> list[Variant]:
     asked = MaskProblem(BLOCKS._replace(seqlen_q=1024, seqlen_k=1024), functions["mask_mod"], tuple(captured.items()))
     for device in devices:
         for launch in plan_blocks(asked, device).launches:
-            traits = frozenset([("arch", device.arch)])
             name = f"{launch.kernel}-sm{device.arch}"
             row = launch.kernel, KERNELS[launch.kernel].rows[0]
+            traits = frozenset([(row, "arch", device.arch)])
             found[launch.kernel, device.arch] = Variant(launch, device, asked, name, row, traits)
     return list(found.values())
 
 
 def covering(variants: list[Variant]) -> list[Variant]:
-    """A few variants that between them have every trait of all: greedily, in each row, the one with most new traits."""
-    rows: dict[tuple, list[Variant]] = {}
+    """A few variants that between them have every trait of all: greedily, of each kernel the one with most new ones."""
+    kernels: dict[str, list[Variant]] = {}
     for variant in variants:
-        rows.setdefault(variant.row, []).append(variant)
+        kernels.setdefault(variant.launch.kernel, []).append(variant)
     chosen = []
-    for candidates in rows.values():
+    for candidates in kernels.values():
         missing = set().union(*(v.traits for v in candidates))
         while missing:
+            candidates = [v for v in candidates if v.traits & missing]
             chosen.append(max(candidates, key=lambda v: len(v.traits & missing)))
             missing -= chosen[-1].traits
     return sorted(chosen, key=lambda v: v.name)
