@@ -51,17 +51,6 @@ __device__ __forceinline__ void fence_proxy_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// createpolicy: how long L2 should keep the lines of a copy that carries the policy.
-__device__ __forceinline__ u64 l2_evict_first() {
-  u64 policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
-  return policy;
-}
-__device__ __forceinline__ u64 l2_evict_last() {
-  u64 policy;
-  asm("createpolicy.fractional.L2::evict_last.b64 %0;" : "=l"(policy));
-  return policy;
-}
 // prefetch.tensormap
 __device__ __forceinline__ void prefetch_tensor_map(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" :: "l"(map) : "memory");
@@ -74,19 +63,6 @@ __device__ __forceinline__ void tma_load_4d(void* smem, const TensorMap* map, u6
                " [%0], [%1, {%3, %4, %5, %6}], [%2];"
                :: "r"(smem_u32(smem)), "l"(map), "r"(smem_u32(barrier)), "r"(x0), "r"(x1), "r"(x2), "r"(x3)
                : "memory");
-}
-__device__ __forceinline__ void tma_load_4d(void* smem, const TensorMap* map, u64* barrier,
-                                            int x0, int x1, int x2, int x3, u64 policy) {
-  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-               " [%0], [%1, {%3, %4, %5, %6}], [%2], %7;"
-               :: "r"(smem_u32(smem)), "l"(map), "r"(smem_u32(barrier)), "r"(x0), "r"(x1), "r"(x2), "r"(x3),
-                  "l"(policy)
-               : "memory");
-}
-// cp.async.bulk.prefetch.tensor: such a box from global memory into L2.
-__device__ __forceinline__ void tma_prefetch_4d(const TensorMap* map, int x0, int x1, int x2, int x3) {
-  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];"
-               :: "l"(map), "r"(x0), "r"(x1), "r"(x2), "r"(x3) : "memory");
 }
 // cp.async.bulk.tensor: smem to gmem; elements outside the tensor are not written. Joins the thread's open bulk group.
 __device__ __forceinline__ void tma_store_4d(const TensorMap* map, const void* smem, int x0, int x1, int x2, int x3) {

@@ -23,12 +23,6 @@ template <int COLS> struct Swizzle {
   }
 };
 
-// Multiplies a pair of elements, in float.
-template <class Element> __device__ __forceinline__ void scale2(u32& pair, float factor) {
-  const float lo = to_real(Element{(unsigned short)pair}), hi = to_real(Element{(unsigned short)(pair >> 16)});
-  pair = pack2<Element>(lo * factor, hi * factor);
-}
-
 // A tile's place in global memory. `rows` and `cols` are how many exist from `data` on; both may exceed the tile.
 template <class Element> struct GmemTile {
   Element* data;  // row 0, column 0

@@ -26,18 +26,11 @@ inline void mbarrier_wait(u64* barrier, u32 parity, EMU_SITE) {
 
 // ---- asynchronous copies (TMA) --------------------------------------------------------------------------------------
 inline void fence_proxy_async_shared(EMU_SITE) { emu::fence_proxy_async(site); }
-inline u64 l2_evict_first() { return 0; }
-inline u64 l2_evict_last() { return 0; }
 inline void prefetch_tensor_map(const TensorMap*) {}
 inline void tma_load_4d(void* smem, const TensorMap* map, u64* barrier, int x0, int x1, int x2, int x3, EMU_SITE) {
   const int coordinates[] = {x0, x1, x2, x3};
   emu::tensor_load(smem_address(smem, site), map, smem_address(barrier, site), coordinates, site);
 }
-inline void tma_load_4d(void* smem, const TensorMap* map, u64* barrier, int x0, int x1, int x2, int x3, u64 policy,
-                        EMU_SITE) {
-  tma_load_4d(smem, map, barrier, x0, x1, x2, x3, site);
-}
-inline void tma_prefetch_4d(const TensorMap* map, int x0, int x1, int x2, int x3) {}
 inline void tma_store_4d(const TensorMap* map, const void* smem, int x0, int x1, int x2, int x3, EMU_SITE) {
   const int coordinates[] = {x0, x1, x2, x3};
   emu::tensor_store(map, smem_address(smem, site), coordinates, site);
