@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -136,35 +137,39 @@ def flash_attention(
     return attend(q, k, v, softmax_scale, options, seed, lengths, return_lse, out)
 
 
-def attend(q, k, v, softmax_scale, options, seed, lengths, return_lse, out):
-    """`flash_attention`, and that of packed sequences: `lengths` are the arguments that say where sequences are."""
-    given = {"q": q, "k": k, "v": v} if out is None else {"q": q, "k": k, "v": v, "o": out}
-    lengths = {name: value for name, value in lengths.items() if value is not None}
-    if not isinstance(return_lse, bool):
+def attend(q, k, v, softmax_scale, options, seed, lengths, return_lse, out, deterministic=False):
+    """`flash_attention`, and that of packed sequences: `lengths` are the arguments that say where sequences are.
+    `deterministic` is for the gradients of torch tensors."""
+    if return_lse is not True and return_lse is not False:
         raise TypeError(f"return_lse: got {return_lse!r}, takes True or False")
-    traced = arrays.traced_by_torch()
-    if not traced:
-        scalars = _split(options, given)
-        kind = arrays.common_kind(given)
-    if options["dropout_p"]:
-        if seed is not None:
-            seed = features.check_seed(seed)
-        elif not traced:
-            seed = kind.seed()
-    if traced or kind.autograd:
+    if arrays.traced_by_torch():
         from . import torch as glue
 
-        if traced or glue.needs_glue(given.values()):
-            if out is not None:
-                raise ValueError(
-                    "out: got a tensor, takes None where q, k or v requires grad, under autocast, and in torch.compile"
-                )
-            options = {"softmax_scale": softmax_scale, **options, "seed": seed, **lengths}
-            result = glue.attention(q, k, v, options)
-            return result if return_lse else result[0]
-    results = _call(kind, given, softmax_scale, scalars, seed, lengths, wants_lse=return_lse)
+        _refuse(out)
+        results = glue.traced(q, k, v, _named(softmax_scale, options, seed, lengths), deterministic)
+        return results if return_lse else results[0]
+    given = {"q": q, "k": k, "v": v} if out is None else {"q": q, "k": k, "v": v, "o": out}
+    call = _read(given, softmax_scale, options, seed, lengths)
+    if seed is None and options.get("dropout_p"):
+        call = call._replace(seed=call.kind.seed())
+    if call.kind.autograd:
+        from . import torch as glue
+
+        recorded, cast = glue.records(given), glue.cast_to(q, k, v)
+        if recorded or cast:
+            _refuse(out)
+            results = glue.attention(call, given, cast, deterministic)
+            return results if return_lse else results[0]
+    results = run(call, given, wants_lse=return_lse)
     o = results["o"] if out is None else out
     return (o, results["lse"]) if return_lse else o
+
+
+def _refuse(out) -> None:
+    if out is not None:
+        raise ValueError(
+            "out: got a tensor, takes None where q, k or v requires grad, under autocast, and in torch.compile"
+        )
 
 
 def flash_attention_backward(
@@ -247,32 +252,24 @@ def flash_attention_backward(
 
 def differentiate(dout, q, k, v, out, lse, dlse, softmax_scale, options, seed, lengths, deterministic, wanted):
     """`flash_attention_backward`, and that of packed sequences."""
-    given = {"q": q, "k": k, "v": v, "dout": dout, "o": out, "lse": lse}
-    lengths = {name: value for name, value in lengths.items() if value is not None}
-    if dlse is not None:
-        given["dlse"] = dlse
-    for name, flag in {"deterministic": deterministic, **{f"return_d{n}": x for n, x in wanted.items()}}.items():
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name}: got {flag!r}, takes True or False")
-    gradients = tuple(name for name, flag in wanted.items() if flag)
-    if options["dropout_p"]:
-        if seed is None:
-            features.BY_NAME["dropout_p"].check(options["dropout_p"])  # what is wrong with that comes first
-            raise ValueError("seed: got None, takes the forward's where there is dropout")
-        seed = features.check_seed(seed)
+    for name, flag in (("deterministic", deterministic), *wanted.items()):
+        if flag is not True and flag is not False:
+            raise TypeError(f"{'return_d' * (name in wanted)}{name}: got {flag!r}, takes True or False")
+    gradients = tuple([name for name, flag in wanted.items() if flag])
+    if seed is None and options["dropout_p"]:
+        features.BY_NAME["dropout_p"].check(options["dropout_p"])  # what is wrong with that comes first
+        raise ValueError("seed: got None, takes the forward's where there is dropout")
     if arrays.traced_by_torch():
         from . import torch as glue
 
-        options = {"softmax_scale": softmax_scale, **options, "seed": seed, **lengths}
-        return tuple(glue.attention_backward(dout, q, k, v, out, lse, dlse, options, deterministic, gradients))
-    scalars = _split(options, given)
-    kind = arrays.common_kind(given)
-    flags = {"backward": True, "deterministic": deterministic, "gradients": gradients}
-    results = _call(kind, given, softmax_scale, scalars, seed, lengths, **flags)
-    return tuple(results[f"d{name}"] for name in ("q", "k", "v", *gradients))
-
-
-entry.forward, entry.backward = flash_attention, flash_attention_backward
+        options = _named(softmax_scale, options, seed, lengths)
+        return tuple(glue.traced_backward(dout, q, k, v, out, lse, dlse, options, deterministic, gradients))
+    given = {"q": q, "k": k, "v": v, "dout": dout, "o": out, "lse": lse}
+    if dlse is not None:
+        given["dlse"] = dlse
+    call = _read(given, softmax_scale, options, seed, lengths)
+    results = run(call, given, backward=True, deterministic=deterministic, gradients=gradients)
+    return tuple([results[f"d{name}"] for name in ("q", "k", "v", *gradients)])
 
 
 def explain(
@@ -330,15 +327,15 @@ def explain(
         "dropout_p": dropout_p,
     }
     given = {"q": q, "k": k, "v": v}
-    scalars = _split(options, given)
-    kind = arrays.common_kind(given)
+    asked = _read(given, softmax_scale, options, seed, {})
+    kind = asked.kind
     seen = arrays.Inspected(kind, given)
     tensors = _tensors(kind, seen.keys)
-    call = {"softmax_scale": softmax_scale, "options": scalars}
+    call = {"softmax_scale": asked.softmax_scale, "options": dict(asked.scalars)}
     made = problem.make(tensors, backward=False, wants_lse=True, **call)
     if backward:
         made = problem.make(problem.backward_tensors(made), backward=True, deterministic=deterministic, **call)
-    here = device.present(seen.device_id) if kind.gpu else None
+    here = device.present(seen.device_id()) if kind.gpu else None
     return explanation.explain(made, here if gpu is None else device.named(gpu), debug.FAMILIES or FAMILIES)
 
 
@@ -386,12 +383,11 @@ def block_mask(mask_mod, batch, heads, seqlen_q, seqlen_k, *, block_q=128, block
     tensors = {name: tensor for name, tensor in _tensors(kind, seen.keys).items() if name != "like"}
     asked = MaskProblem(made, mod._replace(arrays=()), tuple(tensors.items()))
     if kind.gpu:
-        gpu = device.present(seen.device_id)
-        executable = Executable(plan_blocks(asked, gpu), gpu, seen.device_id)
-        with device.current(seen.device_id):
-            shapes = ((n, t.shape, kind.dtype(t.dtype)) for n, t in asked.tensors if n in asked.outputs)
-            outputs = {name: kind.empty(shape, dtype, like) for name, shape, dtype in shapes}
-            _launch(kind, executable, seen, outputs, like, None)
+        device_id = seen.device_id()
+        gpu = device.present(device_id)
+        executable = Executable(plan_blocks(asked, gpu), gpu, device_id)
+        forms = {n: kind.form(t.shape, t.dtype) for n, t in asked.tensors if n in asked.outputs}
+        outputs = _launch(kind, executable, seen, forms, like, None)
     else:
         outputs = asked.evaluate({name: seen.views[name] for name in tensors})
     kinds, *lists = (kind.wrap(view, like) for view in outputs.values())
@@ -416,7 +412,7 @@ class _Prepared:
     """A call whose checks and plan are done: what to allocate and what to run."""
 
     problem: problem.Problem
-    outputs: tuple[tuple[str, tuple[int, ...], object], ...]  # name, shape, the library's dtype
+    forms: dict[str, tuple]  # what Kind.empty makes the outputs of, and the workspace
     executable: Executable | None  # None: NumPy
 
 
@@ -426,11 +422,32 @@ _prepared: dict[tuple, _Prepared] = {}
 _MAX_PREPARED = 4096
 
 
-def _split(options: dict[str, object], given: dict[str, object]) -> dict[str, object]:
-    """The scalars among a call's options that are on, checked; the arrays join those that are `given`."""
-    scalars, arrays = features.parted(features.check(options))
-    given |= arrays
-    return scalars
+class _Call(NamedTuple):
+    """What a forward call and its backward have in common besides arrays, checked."""
+
+    kind: arrays.Kind
+    softmax_scale: float | None
+    scalars: tuple[tuple[str, object], ...]  # the features that are on
+    seed: int | None
+    hosts: dict[str, np.ndarray]  # what says where sequences are and lies on the host
+    longest: tuple[int | None, int | None]  # what is known of the longest sequence of queries and keys
+
+
+def _read(given: dict[str, object], softmax_scale, options: dict, seed, lengths: dict) -> _Call:
+    """Check the options of a call. Those that are arrays, and not the host's, join the arrays that are `given`."""
+    scalars, joining = features.parted(features.check(options))
+    given |= joining
+    kind = arrays.common_kind(given)
+    lengths = {name: value for name, value in lengths.items() if value is not None}
+    hosts, longest = _lengths(kind, lengths, given) if lengths else ({}, (None, None))
+    seed = None if seed is None else features.check_seed(seed)
+    return _Call(kind, problem.check_scale(softmax_scale), tuple(scalars.items()), seed, hosts, longest)
+
+
+def _named(softmax_scale, options: dict, seed, lengths: dict) -> dict[str, object]:
+    """The options of a call that torch traces."""
+    seed = None if seed is None else features.check_seed(seed)
+    return {"softmax_scale": softmax_scale, **options, "seed": seed, **lengths}
 
 
 def _tensors(kind: arrays.Kind, keys: dict[str, arrays.Key]) -> dict[str, problem.Tensor]:
@@ -445,9 +462,9 @@ def _tensors(kind: arrays.Kind, keys: dict[str, arrays.Key]) -> dict[str, proble
 
 def _lengths(
     kind: arrays.Kind, lengths: dict[str, object], given: dict[str, object]
-) -> tuple[dict[str, np.ndarray], dict[str, int | None]]:
-    """Of what says where sequences are: the arrays that lie on the host, and what the caller says of the longest. Those
-    of the GPU join `given`."""
+) -> tuple[dict[str, np.ndarray], tuple[int | None, int | None]]:
+    """Of what says where sequences are: copies of the arrays that lie on the host, and what is known of the longest.
+    Those of the GPU join `given`."""
     hosts = {}
     for name in (name for name in sequences.ARRAYS if name in lengths):
         value = lengths[name]
@@ -461,8 +478,9 @@ def _lengths(
         if host is None:
             given[name] = value
         else:
-            hosts[name] = host
-    return hosts, {name[-1]: sequences.check_longest(name, lengths.get(name)) for name in sequences.LONGEST}
+            hosts[name] = host.copy()
+    said = [sequences.check_longest(name, lengths.get(name)) for name in sequences.LONGEST]
+    return hosts, tuple([sequences.longest(hosts, x) if n is None else n for n, x in zip(said, "qk", strict=True)])
 
 
 def _prepare(kind, seen, softmax_scale, scalars, backward, wants_lse, deterministic, gradients, longest) -> _Prepared:
@@ -478,53 +496,51 @@ def _prepare(kind, seen, softmax_scale, scalars, backward, wants_lse, determinis
     )
     executable = None
     if kind.gpu:
-        gpu = device.present(seen.device_id)
-        executable = Executable(plan(made, gpu, debug.FAMILIES or FAMILIES), gpu, seen.device_id)
-    outputs = tuple((n, made.shape(n), kind.dtype(t.dtype)) for n, t in made.tensors if n in made.outputs)
-    return _Prepared(made, outputs, executable)
+        device_id = seen.device_id()
+        gpu = device.present(device_id)
+        executable = Executable(plan(made, gpu, debug.FAMILIES or FAMILIES), gpu, device_id)
+    forms = {n: kind.form(made.shape(n), t.dtype) for n, t in made.tensors if n in made.outputs}
+    if executable and executable.plan.workspace:
+        forms[WORKSPACE] = kind.form((executable.plan.workspace_bytes,), "uint8")
+    return _Prepared(made, forms, executable)
 
 
-def _call(
-    kind: arrays.Kind,
+def run(
+    call: _Call,
     given: dict[str, object],
-    softmax_scale: object,
-    scalars: dict[str, object],
-    seed: int | None,
-    lengths: dict[str, object],
     *,
     backward: bool = False,
     wants_lse: bool = False,
     deterministic: bool = False,
     gradients: tuple[str, ...] = (),
 ) -> dict[str, object]:
-    """Check, plan and run one call. Returns the arrays that it made, of the caller's kind, by name."""
-    hosts, bounds = _lengths(kind, lengths, given) if lengths else ({}, {})
+    """Check what depends on the arrays, plan and run. Returns the arrays that were made, by name."""
+    kind, softmax_scale, scalars, seed, hosts, longest = call
     seen = arrays.Inspected(kind, given)
-    for name, host in hosts.items():
-        seen.upload(kind, name, host.astype("int32", order="C"))  # numbers that this changes are refused below
-    longest = tuple(bounds.get(x) if bounds.get(x) is not None else sequences.longest(hosts, x) for x in "qk")
-    softmax_scale = problem.check_scale(softmax_scale)
-    flags = (softmax_scale, tuple(scalars.items()), backward, wants_lse, deterministic, gradients, longest)
-    call = (kind.name, seen.device_id, *seen.keys, *seen.keys.values(), *flags, debug.FAMILIES)
-    prepared = _prepared.get(call)
+    if hosts:  # numbers that this changes are refused below
+        seen.upload(kind, {name: host.astype("int32", order="C") for name, host in hosts.items()})
+    flags = (softmax_scale, scalars, backward, wants_lse, deterministic, gradients, longest)
+    key = (kind.name, *seen.keys, *seen.keys.values(), *flags, debug.FAMILIES)
+    prepared = _prepared.get(key)
     if prepared is None:
         if len(_prepared) >= _MAX_PREPARED:
             _prepared.clear()
-        prepared = _prepared[call] = _prepare(kind, seen, *flags)
+        prepared = _prepared[key] = _prepare(kind, seen, *flags)
     if hosts:
-        made = prepared.problem
+        made, bounds = prepared.problem, dict(zip("qk", longest, strict=True))
         sequences.check(hosts, made.packed, {"q": made.rows_q, "k": made.rows_k}, bounds, made)
-    if "o" in given and not backward:
+    if not backward and "o" in given:
         _check_target(kind, seen, prepared.problem)
     like = given["q"]
     if prepared.executable is None:
-        made = {name: kind.empty(shape, dtype, like) for name, shape, dtype in prepared.outputs}
+        made = {name: kind.empty(form, like) for name, form in prepared.forms.items()}
         _run_numpy(prepared.problem, seen.views | made, seed)
     else:
-        with device.current(seen.device_id):
-            made = {name: kind.empty(shape, dtype, like) for name, shape, dtype in prepared.outputs}
-            _launch(kind, prepared.executable, seen, made, like, seed)
-    return {name: kind.wrap(view, like) for name, view in made.items()}
+        made = _launch(kind, prepared.executable, seen, prepared.forms, like, seed)
+    return made if kind.direct else {name: kind.wrap(view, like) for name, view in made.items()}
+
+
+entry.forward, entry.backward, entry.run = flash_attention, flash_attention_backward, run
 
 
 def _run_numpy(made: problem.Problem, views: dict[str, object], seed: int | None) -> None:
@@ -537,19 +553,18 @@ def _run_numpy(made: problem.Problem, views: dict[str, object], seed: int | None
     run(*(views.get(name) for name in names), softmax_scale=made.softmax_scale, on=on, lengths=lengths)
 
 
-def _launch(
-    kind: arrays.Kind, executable: Executable, seen: arrays.Inspected, made: dict, like: object, seed: int | None
-) -> None:
-    addresses = seen.addresses
+def _launch(kind: arrays.Kind, executable: Executable, seen: arrays.Inspected, forms: dict, like, seed) -> dict:
+    """Make the arrays of `forms`, and queue what fills them. The workspace among them may be freed as soon as that is
+    queued: the libraries' allocators hand memory on in the order of the stream."""
+    addresses, made = seen.addresses, {}
     addresses[SEED] = seed
-    for name, view in made.items():
-        addresses[name] = kind.address(view)
-    addresses[WORKSPACE] = 0
-    if executable.workspace_bytes:
-        # Freed on return: the libraries' allocators hand memory on in the order of the stream.
-        workspace = kind.empty((executable.workspace_bytes,), kind.dtype("uint8"), like)
-        addresses[WORKSPACE] = kind.address(workspace)
-    executable(addresses, kind.stream(seen.device_id))
+    device_id = executable.device_id
+    with device.current(device_id):
+        for name, form in forms.items():
+            view = made[name] = kind.empty(form, like)
+            addresses[name] = kind.address(view)
+        executable(addresses, kind.stream(device_id))
+    return made
 
 
 def _check_target(kind: arrays.Kind, seen: arrays.Inspected, made: problem.Problem) -> None:

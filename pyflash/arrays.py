@@ -15,27 +15,28 @@ import numpy as np
 from . import device
 from .errors import Unsupported
 from .features import BY_NAME
-from .problem import DTYPES, ITEMSIZES, Tensor, argument
+from .problem import DTYPES, ITEMSIZES, Tensor, argument, contiguous
 
 _DLPACK_CPU, _DLPACK_CUDA = 1, 2
 
 
-# What an array's Tensor follows from, as its library says it, cheap to get and hashable: shape, strides, dtype, and the
-# address modulo 16.
+# What an array's Tensor follows from, and where it lies, as its library says it, cheap to get and hashable: shape,
+# strides, dtype, the address modulo 16, and the CUDA device's number (None on the CPU).
 Key = tuple
 
 
 class Kind:
-    """An array library on one kind of device. `view` is what the other methods take.
+    """An array library on one kind of device. Views are what the methods take.
 
-    `copied(array, like)` is a NumPy array as a view on the device of `like`.
-    `facts(view)` are the CUDA device's number (None on the CPU), the Key and the address: all that a call needs to know
-    of an array, in one go because it is asked of each array in each call.
+    `facts(views)` are the Keys and the addresses by name: all that a call needs to know of its arrays, in one go
+    because it is asked in each call. `form(shape, dtype)` is what `empty(form, like)` makes an array of, found once for
+    a plan.
     """
 
     name: str
     gpu = True
     autograd = False
+    direct = True  # whether arrays are their own views
 
     def view(self, array):
         """The array itself, or what gives access to its memory."""
@@ -63,7 +64,7 @@ def _torch_seed() -> int:
 
 
 def _tensor(key: Key, dtype: str, unit: int) -> Tensor:
-    shape, strides, _, misalignment = key
+    shape, strides, _, misalignment, _ = key
     alignment = misalignment & -misalignment if misalignment else 16
     return Tensor(tuple(shape), tuple(s // unit for s in strides), dtype, alignment)
 
@@ -72,7 +73,7 @@ class _ArrayInterface(Kind):
     """Arrays with NumPy's attributes: strides in bytes, NumPy dtypes."""
 
     def tensor(self, key: Key) -> Tensor:
-        _, strides, dtype, _ = key
+        _, strides, dtype, *_ = key
         itemsize = dtype.itemsize or 1
         if any(s % itemsize for s in strides):
             raise Unsupported(f"strides of {strides} bytes are no multiples of the itemsize of {dtype}")
@@ -80,6 +81,9 @@ class _ArrayInterface(Kind):
 
     def dtype(self, name: str):
         return np.dtype(name) if name != "bfloat16" else _bfloat16()
+
+    def form(self, shape: tuple[int, ...], dtype: str) -> tuple:
+        return shape, self.dtype(dtype)
 
 
 def _bfloat16() -> np.dtype:
@@ -93,18 +97,15 @@ def _bfloat16() -> np.dtype:
 class _NumPy(_ArrayInterface):
     name, gpu = "numpy", False
 
-    def facts(self, view) -> tuple[int | None, Key, int]:
-        address = view.ctypes.data
-        return None, (view.shape, view.strides, view.dtype, address & 15), address
+    def facts(self, views) -> tuple[dict[str, Key], dict[str, int]]:
+        keys, addresses = {}, {}
+        for name, view in views.items():
+            address = addresses[name] = view.ctypes.data
+            keys[name] = view.shape, view.strides, view.dtype, address & 15, None
+        return keys, addresses
 
-    def address(self, view) -> int:
-        return view.ctypes.data
-
-    def empty(self, shape, dtype, like):
-        return np.empty(shape, dtype)
-
-    def copied(self, array: np.ndarray, like):
-        return array
+    def empty(self, form, like):
+        return np.empty(*form)
 
     def writable(self, view) -> bool:
         return view.flags.writeable
@@ -113,22 +114,19 @@ class _NumPy(_ArrayInterface):
 class _CuPy(_ArrayInterface):
     name = "cupy"
 
-    def copied(self, array: np.ndarray, like):
-        import cupy
-
-        with cupy.cuda.Device(self.facts(self.view(like))[0]):
-            return cupy.asarray(array)
-
-    def facts(self, view) -> tuple[int | None, Key, int]:
-        memory = view.data
-        address = memory.ptr
-        return memory.device_id, (view.shape, view.strides, view.dtype, address & 15), address
+    def facts(self, views) -> tuple[dict[str, Key], dict[str, int]]:
+        keys, addresses = {}, {}
+        for name, view in views.items():
+            memory = view.data
+            address = addresses[name] = memory.ptr
+            keys[name] = view.shape, view.strides, view.dtype, address & 15, memory.device_id
+        return keys, addresses
 
     def address(self, view) -> int:
         return view.data.ptr
 
-    def empty(self, shape, dtype, like):
-        return sys.modules["cupy"].ndarray(shape, dtype)
+    def empty(self, form, like):
+        return sys.modules["cupy"].ndarray(*form)
 
     def stream(self, device_id: int) -> int:
         return sys.modules["cupy"].cuda.get_current_stream().ptr
@@ -143,24 +141,25 @@ class _Torch(Kind):
     autograd = True
     seed = staticmethod(_torch_seed)
 
-    def facts(self, view) -> tuple[int | None, Key, int]:
-        address = view.data_ptr()
-        return view.get_device(), (view.shape, view.stride(), view.dtype, address & 15), address
+    def facts(self, views) -> tuple[dict[str, Key], dict[str, int]]:
+        keys, addresses = {}, {}
+        for name, view in views.items():
+            address = addresses[name] = view.data_ptr()
+            keys[name] = view.shape, view.stride(), view.dtype, address & 15, view.get_device()
+        return keys, addresses
 
     def tensor(self, key: Key) -> Tensor:
         return _tensor(key, str(key[2]).removeprefix("torch."), 1)
 
-    def dtype(self, name: str):
-        return getattr(sys.modules["torch"], name)
+    def form(self, shape: tuple[int, ...], dtype: str) -> tuple:
+        return shape, contiguous(shape, dtype).strides, getattr(sys.modules["torch"], dtype)
 
     def address(self, view) -> int:
         return view.data_ptr()
 
-    def empty(self, shape, dtype, like):
-        return like.new_empty(shape, dtype=dtype)
-
-    def copied(self, array: np.ndarray, like):
-        return sys.modules["torch"].from_numpy(array).to(like.device)
+    def empty(self, form, like):
+        shape, strides, dtype = form
+        return like.new_empty_strided(shape, strides, dtype=dtype)  # two thirds of the time of new_empty
 
     def stream(self, device_id: int) -> int:
         torch = sys.modules["torch"]
@@ -173,6 +172,7 @@ class _Torch(Kind):
 
 class _TorchCpu(_NumPy):
     name = "torch on the CPU"
+    direct = False
     autograd = True
     seed = staticmethod(_torch_seed)
 
@@ -190,6 +190,7 @@ class _TorchCpu(_NumPy):
 
 class _JaxCpu(_NumPy):
     name = "jax on the CPU"
+    direct = False
 
     def view(self, array):
         return np.asarray(array)
@@ -200,6 +201,7 @@ class _JaxCpu(_NumPy):
 
 class _JaxCuda(_CuPy):
     name = "jax"
+    direct = False
 
     def view(self, array):
         import cupy
@@ -223,6 +225,7 @@ class _DLPack(_CuPy):
     """A CUDA array of a library that PyFlash does not know by name."""
 
     name = "DLPack"
+    direct = False
 
     def view(self, array):
         import cupy
@@ -235,6 +238,7 @@ class _DLPack(_CuPy):
 
 class _DLPackCpu(_NumPy):
     name = "DLPack on the CPU"
+    direct = False
 
     def view(self, array):
         return np.from_dlpack(array)
@@ -325,26 +329,29 @@ def common_kind(arrays: dict[str, object]) -> Kind:
 
 
 class Inspected:
-    """The arguments of a call: their views, keys and addresses by name, and the one device that they lie on."""
+    """The arguments of a call: their views, keys and addresses by name."""
 
-    __slots__ = ("views", "keys", "addresses", "device_id")
+    __slots__ = ("views", "keys", "addresses")
 
     def __init__(self, kind: Kind, arrays: dict[str, object]):
-        self.views, self.keys, self.addresses = {}, {}, {}
-        first = None
-        for name, array in arrays.items():
-            view = self.views[name] = kind.view(array)
-            device_id, self.keys[name], self.addresses[name] = kind.facts(view)
-            if first is None:
-                first, self.device_id = name, device_id
-            elif device_id != self.device_id:
-                takes = f"one on device {self.device_id}, as {argument(first)}"
-                raise ValueError(f"{argument(name)}: got an array on CUDA device {device_id}, takes {takes}")
+        self.views = arrays if kind.direct else {name: kind.view(array) for name, array in arrays.items()}
+        self.keys, self.addresses = kind.facts(self.views)
 
-    def upload(self, kind: Kind, name: str, host: np.ndarray) -> None:
-        """Another argument, from the host to that device."""
-        view = self.views[name] = kind.upload(host, self.device_id)
-        _, self.keys[name], self.addresses[name] = kind.facts(view)
+    def device_id(self) -> int | None:
+        """The one device that they lie on."""
+        first, (*_, device_id) = next(iter(self.keys.items()))
+        for name, (*_, other) in self.keys.items():
+            if other != device_id:
+                takes = f"one on device {device_id}, as {argument(first)}"
+                raise ValueError(f"{argument(name)}: got an array on CUDA device {other}, takes {takes}")
+        return device_id
+
+    def upload(self, kind: Kind, hosts: dict[str, np.ndarray]) -> None:
+        """More arguments, from the host to that device."""
+        device_id = self.device_id()
+        uploaded = {name: kind.upload(host, device_id) for name, host in hosts.items()}
+        keys, addresses = kind.facts(uploaded)
+        self.views, self.keys, self.addresses = self.views | uploaded, self.keys | keys, self.addresses | addresses
 
 
 def byte_range(tensor: Tensor, address: int) -> tuple[int, int]:

@@ -382,45 +382,49 @@ def check(options: Mapping[str, object]) -> dict[str, object]:
     """The features among `options` that are on, with their checked values, arrays as they are, in the order of the
     table. A right bound of 0 is causal, however it was asked for; dropout for which there is a seed is the pair."""
     try:
-        asked = [name for name, value in options.items() if value is not _DEFAULTS[name]]
+        asked = {name: value for name, value in options.items() if value is not _DEFAULTS[name]}
     except KeyError:
         unknown = sorted(options.keys() - _DEFAULTS.keys())
         raise TypeError(f"unknown options {unknown}, takes {sorted(BY_NAME)}") from None
-    if isinstance(block_mask := options.get("block_mask"), BlockMask):
-        if (function := options.get("mask_mod")) is not None:
-            fail("mask_mod", function, "None where there is a block_mask, which has one of its own", ValueError)
-        options = {**options, "mask_mod": block_mask.mask_mod}
-        asked.append("mask_mod")
+    if isinstance(block_mask := asked.get("block_mask"), BlockMask):
+        if "mask_mod" in asked:
+            takes = "None where there is a block_mask, which has one of its own"
+            fail("mask_mod", asked["mask_mod"], takes, ValueError)
+        asked["mask_mod"] = block_mask.mask_mod
     on = {}
-    for feature in FEATURES if asked else ():
-        if feature.name in asked:
-            value = options[feature.name]
-            value = value if feature.is_array else feature.check(value)
-            if feature.is_array or value != feature.default:
-                on[feature.name] = value
-    left, right = on.pop("window", (None, None))
-    if right == 0 or (right is not None and "causal" in on):
-        on, right = {"causal": True, **on}, None
-    if (left, right) != (None, None):
-        causal = {"causal": on.pop("causal")} if "causal" in on else {}
-        on = {**causal, "window": (left, right), **on}
-    if "dropout_p" in on and options.get("seed") is not None:
-        on["dropout_p"] = on["dropout_p"], check_seed(options["seed"])
-    if functions := [name for name in FUNCTIONS if name in on]:
-        on |= dict(zip(functions, trace.joined([on[name] for name in functions]), strict=True))
-    for name in [name for name in HOLDERS if name in on]:
-        if arrays := tuple(options[slot.name] for slot in HOLDERS[name] if slot.name in options):
-            on[name] = on[name]._replace(arrays=arrays)
+    for name, default in DEFAULTS.items():
+        if name in asked:
+            feature = BY_NAME[name]
+            value = asked[name] if feature.is_array else feature.check(asked[name])
+            if feature.is_array or value != default:
+                on[name] = value
+    if "window" in on:
+        left, right = on.pop("window")
+        if right == 0 or (right is not None and "causal" in on):
+            on, right = {"causal": True, **on}, None
+        if (left, right) != (None, None):
+            causal = {"causal": on.pop("causal")} if "causal" in on else {}
+            on = {**causal, "window": (left, right), **on}
+    if "dropout_p" in on and "seed" in asked:
+        on["dropout_p"] = on["dropout_p"], check_seed(asked["seed"])
+    if not on.keys().isdisjoint(HOLDERS):
+        if functions := [name for name in FUNCTIONS if name in on]:
+            on |= dict(zip(functions, trace.joined([on[name] for name in functions]), strict=True))
+        for name in [name for name in HOLDERS if name in on]:
+            if arrays := tuple(options[slot.name] for slot in HOLDERS[name] if slot.name in options):
+                on[name] = on[name]._replace(arrays=arrays)
     return on
 
 
 def parted(on: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:
     """What is hashable of features that are on, and the arrays, those that scalars hold among them."""
-    scalars = {name: value for name, value in on.items() if not BY_NAME[name].is_array}
-    arrays = {name: value for name, value in on.items() if BY_NAME[name].is_array}
-    for name in [name for name in HOLDERS if name in scalars]:
-        arrays |= {slot.name: array for slot, array in zip(HOLDERS[name], scalars[name].arrays, strict=False)}
-        scalars[name] = scalars[name]._replace(arrays=())
+    scalars, arrays = {}, {}
+    for name, value in on.items():
+        (arrays if BY_NAME[name].is_array else scalars)[name] = value
+    for name in HOLDERS:
+        if name in scalars:
+            arrays |= {slot.name: array for slot, array in zip(HOLDERS[name], scalars[name].arrays, strict=False)}
+            scalars[name] = scalars[name]._replace(arrays=())
     return scalars, arrays
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from . import torch as glue
+from .api import attend
 from .errors import Unsupported
 
 __all__ = [
@@ -85,9 +86,9 @@ def _attention(
         "alibi_slopes": ("alibi_slopes", alibi_slopes),
         "dropout_p": ("dropout_p", dropout_p or None),
     }
-    options = {"softmax_scale": softmax_scale, "causal": causal, **lengths}
+    options = {"causal": causal}
     options |= {glue.existing(o, argument): value for o, (argument, value) in asked.items() if value is not None}
-    out, lse = glue.attention(q, k, v, options, deterministic)
+    out, lse = attend(q, k, v, softmax_scale, options, None, lengths, True, None, deterministic)
     return (out, lse, None) if return_attn_probs else out
 
 

@@ -125,8 +125,7 @@ class Executable:
             f"{plan.problem} -> {plan.family}: {', '.join(f'{x.kernel} x{x.grid}' for x in plan.launches)}"
             + "".join(f"; {note}" for note in plan.notes),
         )
-        self.plan = plan
-        self.workspace_bytes = plan.workspace_bytes
+        self.plan, self.device_id = plan, device_id
         self._launch_kernel = driver.library().cuLaunchKernelEx
         functions = compile.load(plan.launches, device, device_id)
         self._ready = tuple(_Ready(x, plan, function) for x, function in zip(plan.launches, functions, strict=True))

@@ -194,4 +194,5 @@ def _ids(name: str, cu_seqlens):
         fail(name, ends.tolist(), takes, ValueError)
     ids = np.repeat(np.arange(len(ends) - 1, dtype=np.int32), np.diff(ends))
     kind = arrays.kind_of(cu_seqlens, name)
-    return kind.wrap(kind.copied(ids, cu_seqlens), cu_seqlens)
+    device_id = arrays.Inspected(kind, {name: cu_seqlens}).device_id()
+    return kind.wrap(kind.upload(ids, device_id), cu_seqlens)

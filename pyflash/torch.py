@@ -7,36 +7,40 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import json
-from collections.abc import Collection
+from collections.abc import Mapping
 from functools import lru_cache
 
 import torch
 
-from . import entry, sequences
+from . import entry
 from .errors import Unsupported
-from .features import BY_NAME, FEATURES, FUNCTIONS, check, parted
+from .features import BY_NAME, FEATURES
 from .problem import argument
 
-_ARRAYS = (*(feature.name for feature in FEATURES if feature.is_array), *sequences.ARRAYS)
+_ARRAYS = tuple(feature.name for feature in FEATURES if feature.is_array)
 
 # The options that have gradients, in the order in which `flash_attention_backward` returns them.
 _DIFFERENTIABLE = tuple(
     name.removeprefix("return_d") for name in inspect.signature(entry.backward).parameters if name[:8] == "return_d"
 )
+_WITH_GRADIENTS = ("q", "k", "v", *_DIFFERENTIABLE)
 
 
-def needs_glue(tensors: Collection[torch.Tensor]) -> bool:
-    """Whether autograd must be told of a call on q, k, v and more, or autocast wants those in another type."""
+def records(given: Mapping[str, torch.Tensor]) -> bool:
+    """Whether autograd must be told of a call. Raises where it would ask for a gradient that there is not."""
+    found = False
     if torch.is_grad_enabled():
-        for tensor in tensors:
+        for name, tensor in given.items():
             if tensor.requires_grad:
-                return True
-    return _cast_to(*itertools.islice(tensors, 3)) is not None
+                found = True
+                if name not in _WITH_GRADIENTS:
+                    takes = "one that does not: it has no gradient"
+                    raise ValueError(f"{argument(name)}: got a tensor that requires grad, takes {takes}")
+    return found
 
 
-def _cast_to(q, k, v) -> torch.dtype | None:
+def cast_to(q, k, v) -> torch.dtype | None:
     """What autocast makes of the inputs of torch's own attention, if they are not that already."""
     device = "cuda" if q.is_cuda else "cpu"  # a third of the time of q.device.type
     if not torch.is_autocast_enabled(device):
@@ -45,50 +49,31 @@ def _cast_to(q, k, v) -> torch.dtype | None:
     return dtype if any(t.dtype not in (dtype, torch.float64) for t in (q, k, v)) else None
 
 
-def attention(q, k, v, options: dict[str, object], deterministic: bool = False):
-    """`out` and `lse`, differentiable through both in q, k, v and the options that have gradients.
+def attention(call, given: dict[str, torch.Tensor], cast: torch.dtype | None, deterministic: bool):
+    """`out` and `lse` of a `call` that is checked, differentiable through both; q, k and v are cast first, if that is
+    asked for.
 
-    `options` are those of `flash_attention`. The gradients are deterministic where torch.use_deterministic_algorithms
-    asks for it, too.
+    The gradients are deterministic where torch.use_deterministic_algorithms asks for it, too.
     """
-    if dtype := _cast_to(q, k, v):
+    if cast is not None:
+        given |= {name: given[name].to(cast) for name in "qkv"}
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    return _Attention.apply(call, tuple(given), deterministic, *given.values())
+
+
+def traced(q, k, v, options: dict[str, object], deterministic: bool):
+    """The same where torch.compile looks on; `options` are those of `flash_attention`."""
+    if dtype := cast_to(q, k, v):
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     if options.get("dropout_p") and options.get("seed") is None:
-        seed = torch.randint(2**63 - 1, ())  # traced, it is drawn when what is compiled runs
-        options = {**options, "seed": seed if torch.compiler.is_compiling() else int(seed)}
-    arrays = {name: options[name] for name in _ARRAYS if _is_array(name, options.get(name))}
-    captured = {} if torch.compiler.is_compiling() else _captured(options)
-    for name, array in (arrays | captured).items():
-        if array.requires_grad and name not in _DIFFERENTIABLE:
-            raise ValueError(f"{name}: got a tensor that requires grad, takes one that does not: it has no gradient")
+        options = {**options, "seed": torch.randint(2**63 - 1, ())}  # drawn when what is compiled runs
+    records({name: options[name] for name in _ARRAYS if isinstance(options.get(name), torch.Tensor)})
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    if torch.compiler.is_compiling():
-        return torch.ops.pyflash.attention(q, k, v, *_flattened(options), deterministic)
-    scalars = {name: value for name, value in options.items() if name not in arrays}
-    return _Attention.apply(scalars, tuple(arrays), deterministic, q, k, v, *arrays.values())
+    return torch.ops.pyflash.attention(q, k, v, *_flattened(options), deterministic)
 
 
-def _is_array(name: str, value: object) -> bool:
-    """Whether an option is a tensor, not a list or an array of the host that says where sequences are."""
-    return value is not None and (name not in sequences.ARRAYS or isinstance(value, torch.Tensor))
-
-
-def _forward(q, k, v, options: dict[str, object]):
-    """`out` and `lse`, of packed sequences where options say so."""
-    function = entry.varlen_forward if "cu_seqlens_q" in options else entry.forward
-    return function(q, k, v, return_lse=True, **options)
-
-
-def _captured(options: dict[str, object]) -> dict[str, torch.Tensor]:
-    """What the functions among options capture."""
-    functions = {name: options[name] for name in FUNCTIONS if options.get(name) is not None}
-    if not functions:
-        return functions
-    return {argument(name): array for name, array in parted(check(functions))[1].items()}
-
-
-def attention_backward(dout, q, k, v, out, lse, dlse, options: dict[str, object], deterministic: bool, wanted=()):
-    """What `flash_attention_backward` returns, for torch.compile; `wanted` are the options to differentiate."""
+def traced_backward(dout, q, k, v, out, lse, dlse, options: dict[str, object], deterministic: bool, wanted):
+    """What `flash_attention_backward` returns, likewise; `wanted` are the options to differentiate."""
     flat = _flattened(options)
     return torch.ops.pyflash.attention_backward(dout, q, k, v, out, lse, dlse, *flat, deterministic, wanted)
 
@@ -96,30 +81,24 @@ def attention_backward(dout, q, k, v, out, lse, dlse, options: dict[str, object]
 # ---- Gradients
 
 
-def _keep(ctx, tensors, names, deterministic: bool) -> None:
-    """For `_gradients`. `tensors` are out, lse, q, k, v and the arrays of the options `names`."""
-    ctx.save_for_backward(*tensors)
+def _keep(ctx, out, lse, tensors, names, deterministic: bool) -> None:
+    """For `_gradients`. `names` are those of `tensors`, of which the first are q, k and v."""
+    ctx.save_for_backward(out, lse, *tensors)
     ctx.names, ctx.deterministic = names, deterministic
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx, needed, dout, dlse, compute) -> list[torch.Tensor | None]:
-    """Those of q, k, v and `ctx.names`, where `needed`."""
+    """Those of `ctx.names`, where `needed`."""
+    names = ctx.names
     if dout is None and dlse is None:
-        return [None] * len(needed)
-    out, lse, q, k, v, *arrays = ctx.saved_tensors
-    inputs = ("q", "k", "v", *ctx.names)
-    wanted = [name for name in _DIFFERENTIABLE if name in inputs and needed[inputs.index(name)]]
+        return [None] * len(names)
+    out, lse, *tensors = ctx.saved_tensors
+    wanted = tuple([name for name in _DIFFERENTIABLE if name in names and needed[names.index(name)]])
     dout = torch.zeros_like(out) if dout is None else dout
-    found = compute(wanted, (dout, q, k, v, out, lse, dlse), arrays)
+    found = compute(ctx, wanted, dout, dlse, out, lse, *tensors)
     found = dict(zip(("q", "k", "v", *wanted), found, strict=True))
-    return [found[name] if need else None for name, need in zip(inputs, needed, strict=True)]
-
-
-def _run_backward(scalars, names, deterministic, wanted, dout, q, k, v, out, lse, dlse, *arrays):
-    options = {**scalars, **dict(zip(names, arrays, strict=True)), **{f"return_d{name}": True for name in wanted}}
-    function = entry.varlen_backward if "cu_seqlens_q" in options else entry.backward
-    return function(dout, q, k, v, out, lse, dlse=dlse, deterministic=deterministic, **options)
+    return [found[name] if need else None for name, need in zip(names, needed, strict=True)]
 
 
 def _no_second_derivative(*_):
@@ -135,19 +114,26 @@ def _no_second_derivative(*_):
 class _Attention(torch.autograd.Function):
     # Not parted into forward and setup_context, as torch.func would have it: calling that costs 50 us.
     @staticmethod
-    def forward(ctx, scalars, names, deterministic, q, k, v, *arrays):
-        results = _forward(q, k, v, scalars | dict(zip(names, arrays, strict=True)))
-        ctx.scalars = scalars
-        _keep(ctx, (*results, q, k, v, *arrays), names, deterministic)
-        return results
+    def forward(ctx, call, names, deterministic, *tensors):
+        results = entry.run(call, dict(zip(names, tensors, strict=True)), wants_lse=True)
+        out, lse = results["o"], results["lse"]
+        ctx.call = call
+        _keep(ctx, out, lse, tensors, names, deterministic)
+        return out, lse
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        def compute(wanted, tensors, arrays):
-            run = _RecordedBackward.apply if torch.is_grad_enabled() else _run_backward
-            return run(ctx.scalars, ctx.names, ctx.deterministic, wanted, *tensors, *arrays)
-
+        compute = _RecordedBackward.apply if torch.is_grad_enabled() else _run_backward
         return None, None, None, *_gradients(ctx, ctx.needs_input_grad[3:], dout, dlse, compute)
+
+
+def _run_backward(kept, wanted, dout, dlse, out, lse, *tensors):
+    given = dict(zip(kept.names, tensors, strict=True))
+    given["dout"], given["o"], given["lse"] = dout, out, lse
+    if dlse is not None:
+        given["dlse"] = dlse
+    results = entry.run(kept.call, given, backward=True, deterministic=kept.deterministic, gradients=wanted)
+    return tuple([results[f"d{name}"] for name in ("q", "k", "v", *wanted)])
 
 
 class _RecordedBackward(torch.autograd.Function):
@@ -200,8 +186,8 @@ def _parsed(options: str) -> dict[str, object]:
 
 
 def _names(options: str) -> list[str]:
-    """Of the options that are tensors."""
-    return [name for name, value in _parsed(options).items() if isinstance(value, str)]
+    """Of q, k, v and the options that are tensors."""
+    return ["q", "k", "v", *[name for name, value in _parsed(options).items() if isinstance(value, str)]]
 
 
 def _restored(form, arrays, numbers):
@@ -229,7 +215,9 @@ torch.library.define(
 
 @torch.library.impl("pyflash::attention", _DEVICES)
 def _forward_operator(q, k, v, arrays, numbers, options, deterministic):
-    return _forward(q, k, v, _unflattened(options, arrays, numbers))
+    restored = _unflattened(options, arrays, numbers)
+    function = entry.varlen_forward if "cu_seqlens_q" in restored else entry.forward
+    return function(q, k, v, return_lse=True, **restored)
 
 
 @torch.library.register_fake("pyflash::attention")
@@ -241,25 +229,26 @@ def _forward_fake(q, k, v, arrays, numbers, options, deterministic):
 
 @torch.library.impl("pyflash::attention_backward", _DEVICES)
 def _backward_operator(dout, q, k, v, out, lse, dlse, arrays, numbers, options, deterministic, wanted):
-    restored = _unflattened(options, arrays, numbers)
-    return list(_run_backward(restored, (), deterministic, wanted, dout, q, k, v, out, lse, dlse))
+    restored = _unflattened(options, arrays, numbers) | {f"return_d{name}": True for name in wanted}
+    function = entry.varlen_backward if "cu_seqlens_q" in restored else entry.backward
+    return list(function(dout, q, k, v, out, lse, dlse=dlse, deterministic=deterministic, **restored))
 
 
 @torch.library.register_fake("pyflash::attention_backward")
 def _backward_fake(dout, q, k, v, out, lse, dlse, arrays, numbers, options, deterministic, wanted):
-    named = dict(zip(_names(options), arrays, strict=True))
+    named = dict(zip(_names(options), (q, k, v, *arrays), strict=True))
     return [t.new_empty(t.shape) for t in (q, k, v, *(named[name] for name in wanted))]
 
 
 def _keep_operator(ctx, inputs, output):
     q, k, v, arrays, ctx.numbers, ctx.options, deterministic = inputs
-    _keep(ctx, (*output, q, k, v, *arrays), _names(ctx.options), deterministic)
+    _keep(ctx, *output, (q, k, v, *arrays), _names(ctx.options), deterministic)
 
 
 def _differentiate_operator(ctx, dout, dlse):
-    def compute(wanted, tensors, arrays):
+    def compute(ctx, wanted, dout, dlse, out, lse, q, k, v, *arrays):
         options = (arrays, ctx.numbers, ctx.options)
-        return torch.ops.pyflash.attention_backward(*tensors, *options, ctx.deterministic, wanted)
+        return torch.ops.pyflash.attention_backward(dout, q, k, v, out, lse, dlse, *options, ctx.deterministic, wanted)
 
     *needed, needed_arrays, _, _, _ = ctx.needs_input_grad
     dq, dk, dv, *rest = _gradients(ctx, (*needed, *needed_arrays), dout, dlse, compute)

@@ -77,7 +77,7 @@ class _Recorder:
     """Stands in for `launch.Executable`: keeps the plan and launches nothing."""
 
     def __init__(self, plan, device, device_id):
-        self.workspace_bytes = plan.workspace_bytes
+        self.plan, self.device_id = plan, device_id
         self.needed.update(((launch.kernel, launch.real, launch.config), (launch, device)) for launch in plan.launches)
 
     def __call__(self, addresses, stream):
