@@ -50,6 +50,9 @@ def flash_attention(q, k, v, *, return_lse: bool = False, deterministic: bool = 
         As `pyflash.flash_attention`; ValueError also for an option that has no gradient where one is asked for,
         Unsupported inside jax.jit and jax.vmap.
     """
+    for name, value in {**options, "return_lse": return_lse, "deterministic": deterministic}.items():
+        if name not in _ARRAYS and any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
+            raise ValueError(f"{name}: got a value that is traced, takes one that is not: it has no gradient")
     if options.get("dropout_p") and options.get("seed") is None:
         options["seed"] = secrets.randbits(63)  # the backward needs the same
     q, k, v = map(jax.numpy.asarray, (q, k, v))

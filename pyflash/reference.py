@@ -1,8 +1,8 @@
 """Attention written out in full in float64: the oracle that every other path is tested against.
 
-Arrays are (batch, seqlen, heads, head_dim) of any real dtype, and everything is computed from the inputs alone, at the
-price of the whole (seqlen_q, seqlen_k) score matrix. `options` are the features of `features.py`, as keywords, and
-their meaning is taken from that table.
+Arrays are (batch, seqlen, heads, head_dim) of any real dtype, those of NumPy, torch, CuPy and JAX, or lists; results
+are NumPy's. Everything is computed from the inputs alone, at the price of the whole (seqlen_q, seqlen_k) score matrix.
+`options` are the features of `features.py`, as keywords, and their meaning is taken from that table.
 
 Masked keys are *selected* away, never multiplied by zero: whatever a masked key, or a query that does not see a key,
 holds (NaN and inf included) has no influence on the other.
@@ -22,17 +22,20 @@ def attention(q, k, v, *, softmax_scale: float | None = None, seqused_q=None, se
     Returns `out` (batch, seqlen_q, heads_q, head_dim_v) and `lse` (batch, heads_q, seqlen_q), both float64. A row
     that sees no key has out 0, and lse -inf or its sink; one past seqused_q has 0 and -inf.
     """
+    (q, k, v), options = _hosts(q=q, k=k, v=v), _hosted(options)
     if seqused_q is None and seqused_k is None:
         return _attention(q, k, v, softmax_scale, options)
-    return _forward_of_each(q, k, v, {"seqused_q": seqused_q, "seqused_k": seqused_k}, softmax_scale, options)
+    lengths = _lengths(seqused_q=seqused_q, seqused_k=seqused_k)
+    return _forward_of_each(q, k, v, lengths, softmax_scale, options)
 
 
 def attention_varlen(
     q, k, v, cu_seqlens_q, cu_seqlens_k=None, *, softmax_scale=None, seqused_q=None, seqused_k=None, **options
 ):
     """The same of packed sequences: `out` (tokens, heads_q, head_dim_v) and `lse` (heads_q, tokens)."""
-    lengths = _lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    out, lse = _forward_of_each(*(np.asarray(a)[None] for a in (q, k, v)), lengths, softmax_scale, options)
+    lengths = _packed(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    q, k, v = (a[None] for a in _hosts(q=q, k=k, v=v))
+    out, lse = _forward_of_each(q, k, v, lengths, softmax_scale, _hosted(options))
     return out[0], lse[0]
 
 
@@ -52,10 +55,11 @@ def attention_backward(
 ):
     """The gradients dq, dk, dv[, dbias][, dsinks] of sum(out * dout) + sum(lse * dlse), float64, in the shapes of what
     they belong to."""
-    wanted = return_dbias, return_dsinks
+    wanted, options = (return_dbias, return_dsinks), _hosted(options)
+    dout, q, k, v, dlse = _hosts(dout=dout, q=q, k=k, v=v, dlse=dlse)
     if seqused_q is None and seqused_k is None:
         return _backward(dout, q, k, v, softmax_scale, dlse, wanted, options)
-    lengths = {"seqused_q": seqused_q, "seqused_k": seqused_k}
+    lengths = _lengths(seqused_q=seqused_q, seqused_k=seqused_k)
     return _backward_of_each(dout, q, k, v, lengths, softmax_scale, dlse, wanted, options)
 
 
@@ -76,28 +80,58 @@ def attention_varlen_backward(
     **options,
 ):
     """The same of packed sequences."""
-    lengths = _lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    dout, q, k, v = (np.asarray(a)[None] for a in (dout, q, k, v))
-    dlse = None if dlse is None else np.asarray(dlse)[None]
-    found = _backward_of_each(dout, q, k, v, lengths, softmax_scale, dlse, (return_dbias, return_dsinks), options)
+    lengths = _packed(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    found = _hosts(dout=dout, q=q, k=k, v=v, dlse=dlse)
+    dout, q, k, v, dlse = (None if a is None else a[None] for a in found)
+    wanted = return_dbias, return_dsinks
+    found = _backward_of_each(dout, q, k, v, lengths, softmax_scale, dlse, wanted, _hosted(options))
     return *(gradient[0] for gradient in found[:3]), *found[3:]
 
 
-def _lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k) -> dict[str, object]:
+def _host(name: str, array) -> np.ndarray:
+    """An array of any library, or a list, as NumPy's."""
+    if hasattr(array, "detach"):  # torch's: NumPy takes none that requires grad or is bfloat16
+        array = array.detach().cpu()
+        array = array.double() if array.is_floating_point() else array
+    elif hasattr(array, "__cuda_array_interface__") and hasattr(array, "get"):  # CuPy's
+        array = array.get()
+    try:
+        found = np.asarray(array)
+    except (TypeError, ValueError):
+        found = np.asarray(None)
+    if found.dtype.kind in "OcSUMm":
+        got = type(array).__name__ if found.dtype.kind == "O" else f"dtype {found.dtype}"
+        raise TypeError(f"{name}: got {got}, takes an array of real numbers, of NumPy, torch, CuPy or JAX, or a list")
+    return found
+
+
+def _hosts(**arrays) -> tuple[np.ndarray | None, ...]:
+    return tuple(None if array is None and name == "dlse" else _host(name, array) for name, array in arrays.items())
+
+
+def _hosted(options: dict[str, object]) -> dict[str, object]:
+    """Options with NumPy's arrays, what functions capture among them."""
+    arrays = features.parted(features.check(options))[1]
+    return {**options, **{name: _host(name, array) for name, array in arrays.items()}}
+
+
+def _lengths(**given) -> dict[str, np.ndarray]:
+    return {name: _host(name, value) for name, value in given.items() if value is not None}
+
+
+def _packed(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k) -> dict[str, np.ndarray]:
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-    return dict(zip(sequences.ARRAYS, (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), strict=True))
+    return _lengths(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k)
 
 
-def _each(q, k, lengths: dict[str, object]):
+def _each(q, k, arrays: dict[str, np.ndarray]):
     """The sequences of a call, and how to take the queries' or keys' rows of an array that are one's."""
-    arrays = {name: np.asarray(value) for name, value in lengths.items() if value is not None}
     batch = len(arrays["cu_seqlens_q"]) - 1 if "cu_seqlens_q" in arrays else len(q)
     for x in sequences.each(batch, q.shape[1], k.shape[1], arrays):
         yield x.batch, (slice(x.array, x.array + 1), x.queries), (slice(x.array, x.array + 1), x.keys)
 
 
 def _forward_of_each(q, k, v, lengths, softmax_scale, options):
-    q, k, v = map(np.asarray, (q, k, v))
     out, lse = np.zeros((*q.shape[:3], v.shape[3])), np.full((q.shape[0], q.shape[2], q.shape[1]), -np.inf)
     for batch, queries, keys in _each(q, k, lengths):
         found = _attention(q[queries], k[keys], v[keys], softmax_scale, options, batch)
@@ -106,11 +140,10 @@ def _forward_of_each(q, k, v, lengths, softmax_scale, options):
 
 
 def _backward_of_each(dout, q, k, v, lengths, softmax_scale, dlse, wanted, options):
-    dout, q, k, v = map(np.asarray, (dout, q, k, v))
     dq, dk, dv = (np.zeros(a.shape) for a in (q, k, v))
     extra = [np.zeros(np.shape(options[name])) for name, flag in zip(("bias", "sinks"), wanted, strict=True) if flag]
     for batch, queries, keys in _each(q, k, lengths):
-        own_dlse = None if dlse is None else np.asarray(dlse).swapaxes(1, 2)[queries].swapaxes(1, 2)
+        own_dlse = None if dlse is None else dlse.swapaxes(1, 2)[queries].swapaxes(1, 2)
         tensors = dout[queries], q[queries], k[keys], v[keys]
         found = _backward(*tensors, softmax_scale, own_dlse, wanted, options, batch)
         dq[queries], dk[keys], dv[keys] = found[:3]
@@ -128,14 +161,14 @@ def _attention(q, k, v, softmax_scale, options, batch: int | None = None):
 
 
 def _backward(dout, q, k, v, softmax_scale, dlse, wanted, options, batch: int | None = None):
-    heads_kv = np.shape(k)[2]
+    heads_kv = k.shape[2]
     q, dout, k, v = _by_head(q, dout, k, v)
     scale = _scale(q, softmax_scale)
     with np.errstate(all="ignore"):
         rows = _Rows(scale * (q @ k.swapaxes(-1, -2)), options, batch)
         delta = np.matmul(dout[..., None, :], rows.out(v)[..., None])[..., 0, 0]
         if dlse is not None:
-            delta = delta - np.asarray(dlse, np.float64)
+            delta = delta - dlse.astype(np.float64)
         visible, transposed = rows.visible, rows.visible.swapaxes(-1, -2)
         ds = np.where(visible, rows.p * (rows.weight * (dout @ v.swapaxes(-1, -2)) - delta[..., None]), 0.0)
         dbias = np.zeros(np.shape(options.get("bias", 0)))
@@ -207,8 +240,8 @@ def _scale(q, softmax_scale):
 
 def _by_head(q, *others):
     """(batch, seqlen, heads, dim) -> (batch, heads_q, seqlen, dim), key heads repeated for the queries they serve."""
-    heads_q = np.shape(q)[2]
-    arrays = (np.asarray(a).astype(np.float64).swapaxes(1, 2) for a in (q, *others))
+    heads_q = q.shape[2]
+    arrays = (a.astype(np.float64).swapaxes(1, 2) for a in (q, *others))
     return tuple(np.repeat(a, heads_q // a.shape[1], axis=1) for a in arrays)
 
 

@@ -270,12 +270,14 @@ def scaled_dot_product_attention(
     Parameters
     ----------
     query : tensor (..., heads, seqlen_q, head_dim)
+        All three may be without heads: (seqlen, head_dim).
     key : tensor (..., heads_kv, seqlen_k, head_dim)
     value : tensor (..., heads_kv, seqlen_k, head_dim_v)
     attn_mask : tensor, optional
         Broadcasts to (..., heads, seqlen_q, seqlen_k). Boolean: which query sees which key. Otherwise it is added to
         the scores.
     dropout_p : float
+        From 0 to 1.
     is_causal : bool
         Query i sees key j only if j <= i: aligned to the top-left corner, as in torch and unlike `flash_attention`.
     scale : float, optional
@@ -295,9 +297,15 @@ def scaled_dot_product_attention(
     if attn_mask is not None and is_causal:
         raise ValueError("attn_mask: got a mask and is_causal=True, takes one of them")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(tensor, torch.Tensor) or tensor.dim() < 3:
+        if not isinstance(tensor, torch.Tensor) or tensor.dim() < 2:
             got = f"{tensor.dim()} dimensions" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-            raise (TypeError if got[0].isalpha() else ValueError)(f"{name}: got {got}, takes a tensor of 3 or more")
+            raise (TypeError if got[0].isalpha() else ValueError)(f"{name}: got {got}, takes a tensor of 2 or more")
+    if dropout_p == 1:  # nothing is left to compute with, but the gradients are to be zeros, too
+        return 0.0 * scaled_dot_product_attention(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa)
+    if min(query.dim(), key.dim(), value.dim()) == 2:
+        tensors = [tensor[None] if tensor.dim() == 2 else tensor for tensor in (query, key, value)]
+        out = scaled_dot_product_attention(*tensors, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return out[0] if max(query.dim(), key.dim(), value.dim()) == 2 else out
     try:
         lead = torch.broadcast_shapes(*(tensor.shape[:-3] for tensor in (query, key, value)))
     except RuntimeError:

@@ -12,7 +12,7 @@ import sys
 
 from .. import problem
 from ..device import Device, named
-from ..features import FEATURES, FUNCTIONS
+from ..features import FEATURES, HOLDERS
 from ..problem import DTYPES, Problem
 
 
@@ -56,8 +56,8 @@ def doubled(first: int, last: int) -> list[int]:
     return found
 
 
-# The options of a call that can be typed; the others are arrays and functions.
-_TYPED = tuple(feature for feature in FEATURES if not feature.is_array and feature.name not in FUNCTIONS)
+# The options of a call that can be typed; the others are arrays, functions and block masks.
+_TYPED = tuple(feature for feature in FEATURES if not feature.is_array and feature.name not in HOLDERS)
 
 
 def _literal(text: str) -> object:
@@ -80,11 +80,12 @@ def add_options(parser) -> None:
 
 def options_of(args: argparse.Namespace) -> dict[str, object]:
     """Those of `add_options` that are on, by their keywords."""
-    given = {feature.name: getattr(args, feature.name) for feature in _TYPED}
+    given = {f: getattr(args, f.name) for f in _TYPED}
     try:
-        return {f.name: f.check(given[f.name]) for f in _TYPED if given[f.name] not in (None, False)}
+        checked = {f: f.check(value) for f, value in given.items() if value is not None}
     except (TypeError, ValueError) as error:
         raise Misused(f"--{error}") from error
+    return {f.name: value for f, value in checked.items() if value != f.default}
 
 
 def add_json(parser) -> None:

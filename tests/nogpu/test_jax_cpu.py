@@ -61,6 +61,26 @@ def test_tracing_is_refused_rather_than_wrong(transform):
         transform(lambda q, k, v: pyflash.flash_attention(q, k, v).sum())(q, k, v)
 
 
+SCALARS = {
+    "softmax_scale": 0.5, "softcap": 2.0, "causal": True, "window": (2, None), "dropout_p": 0.5, "seed": 3,
+    "return_lse": True, "deterministic": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name, transform",
+    [(name, t) for name, x in SCALARS.items() for t in (jax.jit, jax.vmap, *[jax.grad] * isinstance(x, float))],
+    ids=lambda x: getattr(x, "__name__", x),
+)
+def test_traced_scalars_are_refused(name, transform):
+    from pyflash import jax as glue
+
+    value = SCALARS[name]
+    value = jax.tree.map(lambda x: jnp.array([x, x]), value) if transform is jax.vmap else value
+    with pytest.raises(ValueError, match=f"^{name}: got a value that is traced, takes one that is not"):
+        transform(lambda x: glue.flash_attention(*inputs(), **{name: x}).sum())(value)
+
+
 def loss(attention, **options):
     def of(q, k, v):
         out = attention(q, k, v, **options)

@@ -205,3 +205,39 @@ def test_unknown_options_are_refused():
     q = np.ones((1, 2, 1, 3))
     with pytest.raises(TypeError, match="casual"):
         reference.attention(q, q, q, casual=True)
+
+
+def test_lists_are_taken():
+    q, k, v, dout = np.random.default_rng(0).standard_normal((4, 1, 3, 2, 4))
+    call, lists = {"bias": q[0, :, 0, :3]}, {"bias": q[0, :, 0, :3].tolist()}
+    for got, right in zip(
+        (
+            *reference.attention(q.tolist(), k.tolist(), v.tolist(), **lists),
+            *reference.attention_backward(
+                dout.tolist(), q.tolist(), k.tolist(), v.tolist(), return_dbias=True, **lists
+            ),
+        ),
+        (
+            *reference.attention(q, k, v, **call),
+            *reference.attention_backward(dout, q, k, v, return_dbias=True, **call),
+        ),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(got, right)
+
+
+@pytest.mark.parametrize("bad", [None, "text", [[1.0], [2.0, 3.0]], np.zeros((1, 3, 2, 4), complex), object()], ids=str)
+def test_what_is_no_array_of_real_numbers_is_refused(bad):
+    q = np.zeros((1, 3, 2, 4))
+    packed = q[0]
+    for call in (
+        lambda: reference.attention(q, bad, q),
+        lambda: reference.attention_varlen(packed, bad, packed, [0, 3]),
+        lambda: reference.attention_backward(q, q, bad, q),
+        lambda: reference.attention_varlen_backward(packed, packed, bad, packed, [0, 3]),
+    ):
+        with pytest.raises(TypeError, match="^k: got .*takes an array of real numbers"):
+            call()
+    if bad is not None:
+        with pytest.raises(TypeError, match="^bias: got .*takes an array of real numbers"):
+            reference.attention(q, q, q, bias=bad)

@@ -43,6 +43,22 @@ def test_memory_is_shared_and_never_copied(dtype):
     assert arrays.kind_of(q, "q").view(turned).strides == tuple(s * q.element_size() for s in turned.stride())
 
 
+def test_the_reference_takes_tensors():
+    q, k, v = tensors(torch.bfloat16, grad=True)
+    table, ends = torch.randn(7, dtype=torch.bfloat16), torch.tensor([0, 2, 5])
+    call = {"mask": torch.ones(5, 7, dtype=torch.bool).tril(2), "score_mod": lambda s, b, h, i, j: s + table[j]}
+    out, lse = reference.attention(q, k, v, **call)
+    table = table.double().numpy()
+    wide = [t.detach().double().numpy() for t in (q, k, v)]
+    expected = reference.attention(*wide, **{**call, "mask": call["mask"].numpy()})
+    assert np.array_equal(out, expected[0]) and np.array_equal(lse, expected[1])
+    ours = reference.attention_varlen(*(t[0, :5] for t in (q, k, v)), ends)
+    for got, right in zip(ours, reference.attention_varlen(*(a[0, :5] for a in wide), [0, 2, 5]), strict=True):
+        assert np.array_equal(got, right)
+    gradients = reference.attention_backward(out, q, k, v, dlse=torch.ones(2, 4, 5))
+    assert [g.shape for g in gradients] == [tuple(t.shape) for t in (q, k, v)]
+
+
 def test_out_is_written():
     q, k, v = tensors()
     out = torch.full((2, 5, 4, 12), float("nan"))

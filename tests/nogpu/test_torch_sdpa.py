@@ -48,6 +48,21 @@ def test_any_dimensions_in_front(ours, front):
     agree(ours, inputs(front), is_causal=True)
 
 
+@pytest.mark.parametrize("ranks", [(2, 2, 2), (3, 2, 2), (2, 3, 3)], ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_without_heads(ours, ranks, is_causal):
+    tensors = [t.detach()[0] for t in inputs((), 1, 1)]
+    arguments = [t[None][(0,) * (3 - rank)].requires_grad_() for t, rank in zip(tensors, ranks, strict=True)]
+    agree(ours, arguments, is_causal=is_causal)
+    mask = torch.rand(5, 7, generator=torch.Generator().manual_seed(1)) > 0.3
+    agree(ours, arguments, attn_mask=mask)
+
+
+def test_everything_dropped(ours):
+    agree(ours, inputs(), dropout_p=1.0)
+    agree(ours, [t.detach()[0].requires_grad_() for t in inputs((), 1, 1)], dropout_p=1, is_causal=True)
+
+
 def test_grouped_heads(ours):
     arguments = inputs(heads_kv=2)
     agree(ours, arguments, enable_gqa=True)
@@ -95,12 +110,17 @@ def test_dropout(ours):
 
 def test_what_torch_refuses_too(ours):
     q, k, v = inputs()
+    both = {"attn_mask": torch.ones(5, 7, dtype=torch.bool), "is_causal": True}
     with pytest.raises(ValueError, match="^attn_mask: .*is_causal"):
-        ours(q, k, v, attn_mask=torch.ones(5, 7, dtype=torch.bool), is_causal=True)
+        ours(q, k, v, **both)
+    with pytest.raises(RuntimeError, match="is_causal"):
+        theirs(q, k, v, **both)
     with pytest.raises(TypeError, match="^key: got ndarray, takes a tensor"):
         ours(q, k.detach().numpy(), v)
-    with pytest.raises(ValueError, match="^value: got 2 dimensions, takes a tensor of 3 or more"):
-        ours(q, k, v[0, 0])
+    with pytest.raises(ValueError, match="^value: got 1 dimensions, takes a tensor of 2 or more"):
+        ours(q, k, v[0, 0, 0])
+    with pytest.raises(ValueError, match="^dropout_p: got 1.5"):
+        ours(q, k, v, dropout_p=1.5)
     with pytest.raises(ValueError, match=r"^query, key, value: got \(2, .*takes shapes that broadcast"):
         ours(q, torch.cat((k, k[:1])), torch.cat((v, v[:1])))
     with pytest.raises(TypeError, match="^attn_mask: got ndarray, takes a torch tensor"):
