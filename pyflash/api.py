@@ -290,6 +290,12 @@ def explain(
     block_mask=None,
     dropout_p=0.0,
     seed=None,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    max_seqlen_q=None,
+    max_seqlen_k=None,
+    seqused_q=None,
+    seqused_k=None,
     backward=False,
     deterministic=False,
     gpu=None,
@@ -299,10 +305,12 @@ def explain(
     Parameters
     ----------
     q, k, v, softmax_scale, causal, window, softcap, alibi_slopes, bias, mask, sinks, score_mod, mask_mod,
-    block_mask, dropout_p, seed
+    block_mask, dropout_p, seed, seqused_q, seqused_k
         As for `flash_attention`.
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        As for `flash_attention_varlen`, which is explained then. What lies on the GPU is waited for.
     backward : bool
-        Explain `flash_attention_backward`, with contiguous dout and out.
+        Explain the backward, with contiguous dout and out.
     deterministic : bool
         As for `flash_attention_backward`.
     gpu : str, optional
@@ -327,16 +335,21 @@ def explain(
         "dropout_p": dropout_p,
     }
     given = {"q": q, "k": k, "v": v}
-    asked = _read(given, softmax_scale, options, seed, {})
+    lengths = sequences.named(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
+    lengths = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in lengths.items()}
+    asked = _read(given, softmax_scale, options, seed, lengths)
     kind = asked.kind
     seen = arrays.Inspected(kind, given)
     tensors = _tensors(kind, seen.keys)
-    call = {"softmax_scale": asked.softmax_scale, "options": dict(asked.scalars)}
+    tensors |= {name: problem.contiguous(host.shape, "int32") for name, host in asked.hosts.items()}
+    call = {"softmax_scale": asked.softmax_scale, "options": dict(asked.scalars), "longest": asked.longest}
     made = problem.make(tensors, backward=False, wants_lse=True, **call)
+    _check_sequences(asked, made)
     if backward:
         made = problem.make(problem.backward_tensors(made), backward=True, deterministic=deterministic, **call)
     here = device.present(seen.device_id()) if kind.gpu else None
-    return explanation.explain(made, here if gpu is None else device.named(gpu), debug.FAMILIES or FAMILIES)
+    here = here if gpu is None else device.named(gpu)
+    return explanation.explain(made, here, debug.FAMILIES or FAMILIES, asked.hosts)
 
 
 def block_mask(mask_mod, batch, heads, seqlen_q, seqlen_k, *, block_q=128, block_k=128, like=None):
@@ -527,8 +540,7 @@ def run(
             _prepared.clear()
         prepared = _prepared[key] = _prepare(kind, seen, *flags)
     if hosts:
-        made, bounds = prepared.problem, dict(zip("qk", longest, strict=True))
-        sequences.check(hosts, made.packed, {"q": made.rows_q, "k": made.rows_k}, bounds, made)
+        _check_sequences(call, prepared.problem)
     if not backward and "o" in given:
         _check_target(kind, seen, prepared.problem)
     like = given["q"]
@@ -541,6 +553,11 @@ def run(
 
 
 entry.forward, entry.backward, entry.run = flash_attention, flash_attention_backward, run
+
+
+def _check_sequences(call: _Call, made: problem.Problem) -> None:
+    rows, bounds = {"q": made.rows_q, "k": made.rows_k}, dict(zip("qk", call.longest, strict=True))
+    sequences.check(call.hosts, made.packed, rows, bounds, made)
 
 
 def _run_numpy(made: problem.Problem, views: dict[str, object], seed: int | None) -> None:

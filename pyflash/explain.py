@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
-from . import features
+import numpy as np
+
+from . import features, sequences
 from .device import Device
 from .plan import Launch, Plan
 from .plan import plan as make_plan
@@ -26,7 +30,7 @@ class Explanation:
     visible_pairs: int  # (query, key) pairs that the mask leaves, of all heads and batches
     flops: int  # of the matrix products on the visible pairs
     least_bytes: int  # every array moved once
-    score_bytes: int  # one (seqlen_q, seqlen_k) matrix for every head and batch, which ordinary attention writes
+    score_bytes: int  # a matrix of queries and keys for every head and sequence, which ordinary attention writes
     tile_bytes: int | None  # what the tiles of the main kernel load and store, most of it from the L2 cache
 
     @property
@@ -135,10 +139,22 @@ class Explanation:
         return "\n".join(f"{label:13}{text}".rstrip() for label, text in _report(self))
 
 
-def explain(problem: Problem, device: Device | None, families: tuple[str, ...] = FAMILIES) -> Explanation:
-    """Explain a call on a GPU, or on NumPy if `device` is None."""
+def explain(
+    problem: Problem,
+    device: Device | None,
+    families: tuple[str, ...] = FAMILIES,
+    arrays: Mapping[str, np.ndarray] | None = None,
+) -> Explanation:
+    """Explain a call on a GPU, or on NumPy if `device` is None. `arrays` say where sequences are; without them, each is
+    as long as it may be."""
     tensors = [t for name, t in problem.tensors]
-    pairs = problem.visible_pairs * problem.batch * problem.num_heads_q
+    lengths = Counter({(problem.seqlen_q, problem.seqlen_k): problem.batch})
+    if arrays:
+        found = sequences.each(problem.batch, problem.rows_q, problem.rows_k, arrays)
+        lengths = Counter((x.queries.stop - x.queries.start, x.keys.stop - x.keys.start) for x in found)
+    alone = {each: replace(problem, seqlen_q=each[0], seqlen_k=each[1]).visible_pairs for each in lengths}
+    pairs = problem.num_heads_q * sum(count * alone[each] for each, count in lengths.items())
+    scores = problem.num_heads_q * sum(count * math.prod(each) for each, count in lengths.items())
     d, dv = problem.head_dim, problem.head_dim_v
     plan = make_plan(problem, device, families) if device else None
     # Forward: q k^T and p v. Backward: q k^T again, dout v^T, p^T dout, ds k, ds^T q.
@@ -150,7 +166,7 @@ def explain(problem: Problem, device: Device | None, families: tuple[str, ...] =
         visible_pairs=pairs,
         flops=pairs * per_pair,
         least_bytes=sum(math.prod(t.shape) * ITEMSIZES[t.dtype] for t in tensors),
-        score_bytes=problem.batch * problem.num_heads_q * problem.seqlen_q * problem.seqlen_k * problem.dtype.itemsize,
+        score_bytes=scores * problem.dtype.itemsize,
         tile_bytes=_tile_bytes(problem, plan, pairs) if plan else None,
     )
 
@@ -222,7 +238,7 @@ def duration(seconds: float) -> str:
 
 def _report(x: Explanation) -> list[tuple[str, str]]:
     problem = x.problem
-    all_pairs = problem.batch * problem.num_heads_q * problem.seqlen_q * problem.seqlen_k
+    all_pairs = x.score_bytes // problem.dtype.itemsize
     masked = x.visible_pairs < all_pairs
     share = f", for the {x.visible_pairs / all_pairs:.0%} of the scores that are visible" if masked else ""
     where = _gpu_lines(x.device, x.plan) if x.plan else [("where", "NumPy on the CPU: tiles, an online softmax, BLAS")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import entry
+from . import entry, sequences
 from .api import attend, differentiate
 
 
@@ -162,17 +162,10 @@ def flash_attention_varlen_backward(
     return differentiate(dout, q, k, v, out, lse, dlse, softmax_scale, options, seed, lengths, deterministic, wanted)
 
 
-def _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k) -> dict[str, object]:
+def _lengths(cu_seqlens_q, *more) -> dict[str, object]:
     if cu_seqlens_q is None:
-        raise TypeError("cu_seqlens_q: got None, takes an array or a list of batch + 1 integers")
-    return {
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k": cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k,
-        "max_seqlen_q": max_seqlen_q,
-        "max_seqlen_k": max_seqlen_q if max_seqlen_k is None and cu_seqlens_k is None else max_seqlen_k,
-        "seqused_q": seqused_q,
-        "seqused_k": seqused_k,
-    }
+        raise TypeError(f"cu_seqlens_q: got None, takes {sequences.TAKES['cu_seqlens_q']}")
+    return sequences.named(cu_seqlens_q, *more)
 
 
 entry.varlen_forward, entry.varlen_backward = flash_attention_varlen, flash_attention_varlen_backward

@@ -25,6 +25,18 @@ TAKES = {
 MOST = 2**31 - 1
 
 
+def named(
+    cu_seqlens_q, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, seqused_q=None, seqused_k=None
+) -> dict[str, object]:
+    """The arguments that say where sequences are: without its own, keys lie where queries do."""
+    if cu_seqlens_k is None:
+        cu_seqlens_k, max_seqlen_k = cu_seqlens_q, max_seqlen_q if max_seqlen_k is None else max_seqlen_k
+    if cu_seqlens_q is None and any(x is not None for x in (cu_seqlens_k, max_seqlen_q, max_seqlen_k)):
+        raise TypeError(f"cu_seqlens_q: got None, takes {TAKES['cu_seqlens_q']} for packed sequences")
+    lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k
+    return dict(zip(ARRAYS + LONGEST, lengths, strict=True))
+
+
 def on_host(name: str, value: object) -> np.ndarray | None:
     """A list, a tuple or a NumPy array as the latter; None for what is something else."""
     if not isinstance(value, (list, tuple, np.ndarray)):

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -51,6 +52,30 @@ def test_visible_pairs(seqlen_q, seqlen_k, causal):
     pairs = itertools.product(range(problem.seqlen_q), range(problem.seqlen_k))
     count = sum(not causal or j <= i + problem.seqlen_k - problem.seqlen_q for i, j in pairs)
     assert explain(problem, None).visible_pairs == count * 2 * 3
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_packed_sequences(backward):
+    """The sum of what the sequences are on their own."""
+    q, k = np.zeros((10, 4, 64), np.float16), np.zeros((14, 2, 64), np.float16)
+    options = {"causal": True, "backward": backward, "gpu": "H200"}
+    x = pyflash.explain(q, k, k, cu_seqlens_q=[0, 3, 3, 10], cu_seqlens_k=np.array([0, 5, 9, 14]), **options)
+    parts = [pyflash.explain(q[None, :m], k[None, :n], k[None, :n], **options) for m, n in ((3, 5), (0, 4), (7, 5))]
+    for name in ("visible_pairs", "flops", "score_bytes"):
+        assert getattr(x, name) == sum(getattr(part, name) for part in parts)
+    assert x.problem.packed and x.problem.seqlen_q == 7 and "(10, 4, 64)" in str(x) and "cu_seqlens_k" in str(x)
+    used = pyflash.explain(q[None], k[None], k[None], seqused_q=[7], seqused_k=[5], **options)
+    assert used.visible_pairs == parts[2].visible_pairs
+
+
+def test_packed_sequences_are_checked():
+    q = np.zeros((10, 4, 64), np.float16)
+    with pytest.raises(ValueError, match="^cu_seqlens_q: got 9 as the last offset, takes 10"):
+        pyflash.explain(q, q, q, cu_seqlens_q=[0, 9])
+    with pytest.raises(TypeError, match="^cu_seqlens_q: got None, takes an array or a list"):
+        pyflash.explain(q, q, q, cu_seqlens_k=[0, 10])
+    with pytest.raises(ValueError, match="^seed: got -1"):
+        pyflash.explain(q[None], q[None], q[None], seed=-1)
 
 
 def test_flops_and_bytes():
