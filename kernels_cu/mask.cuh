@@ -34,6 +34,8 @@ namespace mod {
 __device__ Real score_mod(const Params& p, Real score, int batch, int head, int q_idx, int kv_idx);
 __device__ Real score_mod_slope(const Params& p, Real score, int batch, int head, int q_idx, int kv_idx);
 __device__ bool mask_mod(const Params& p, int batch, int head, int q_idx, int kv_idx);
+// Adds to the gradients of what score_mod captures, from ds of what it makes of the score.
+__device__ void score_mod_scatter(const Params& p, Real score, Real ds, int batch, int head, int q_idx, int kv_idx);
 }  // namespace mod
 
 __device__ __forceinline__ int window_right(const Params& p) { return cfg::CAUSAL ? 0 : p.window_right; }
@@ -348,7 +350,7 @@ __device__ __forceinline__ bool visible(const Params& p, int q_idx, int kv_idx, 
 constexpr bool KEEPS_SCORES = cfg::SCORE_MOD || (cfg::SOFTCAP && sizeof(cfg::Element) > 2);
 
 // Whether gradient() adds to sums that a launch before has begun.
-constexpr bool ADDS_TO_SUMS = cfg::BIAS;
+constexpr bool ADDS_TO_SUMS = cfg::BIAS || cfg::DSCORE_MOD;
 
 // What the softmax of a row starts from, in units of log2.
 __device__ __forceinline__ Real row_start(const Params& p, const Head& at) {
@@ -464,6 +466,7 @@ struct Scorer {
       prob = abs_real(prob);
     }
     Real ds = prob * (dp - delta);
+    scatter(prob, ds, qk, q_offset, kv_offset);
     if constexpr (cfg::SCORE_MOD) ds *= prob != 0 ? slope_of_mod(qk, q_offset, kv_offset) : Real(1);
     add_to_dbias(prob, ds, q_offset, kv_offset);
     if (!cfg::SOFTCAP) return ds;
@@ -478,7 +481,7 @@ struct Scorer {
   }
 
   // The same in two steps, for KEEPS_SCORES where the product is at hand before dp: what of ds is known by then, p times
-  // the slope of the score, and the rest.
+  // the slope of the score, and the rest. Sums need a slope of 1, and nothing else that depends on the score.
   __device__ __forceinline__ Real weight(Real prob, Real qk, int q_offset, int kv_offset) const {
     Real slope = 1;
     if constexpr (cfg::SCORE_MOD) slope = slope_of_mod(qk, q_offset, kv_offset);
@@ -491,6 +494,7 @@ struct Scorer {
   __device__ __forceinline__ Real weighed(Real weight, Real dp, Real delta, int q_offset, int kv_offset) const {
     if constexpr (DROPS) dp = marked(1, q_offset, kv_offset) > 0 ? dp * kept_scale(p) : Real(0);
     const Real ds = weight * (dp - delta);
+    scatter(weight, ds, 0, q_offset, kv_offset);
     add_to_dbias(weight, ds, q_offset, kv_offset);
     return ds;
   }
@@ -506,6 +510,13 @@ struct Scorer {
     return mod::score_mod_slope(p, score, at.batch, at.head, query, key);
   }
   // What is hidden or does not exist has no weight.
+  __device__ __forceinline__ void scatter(Real weight, Real ds, Real qk, int q_offset, int kv_offset) const {
+    if constexpr (cfg::DSCORE_MOD) {
+      const int query = q_idx + q_offset, key = kv_idx + kv_offset;
+      const Real score = unmodified(qk, q_offset, kv_offset);
+      if (weight != 0) mod::score_mod_scatter(p, score, ds, at.batch, at.head, query, key);
+    }
+  }
   __device__ __forceinline__ void add_to_dbias(Real weight, Real ds, int q_offset, int kv_offset) const {
     if constexpr (cfg::BIAS) {
       if (p.dbias && weight != 0) {

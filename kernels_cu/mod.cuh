@@ -23,6 +23,16 @@ __device__ __forceinline__ auto load(const void* array, const i64 (&stride)[4], 
   return read(static_cast<const Element*>(array)[place]);
 }
 
+// Adds to the element that load reads of the same indices, in a contiguous array, if that is wanted.
+template <class... Index>
+__device__ __forceinline__ void scatter(Real* array, const int (&size)[4], Real x, Index... index) {
+  if (!array) return;
+  i64 place = 0;
+  int d = 0;
+  ((place = place * size[d] + along(index, size[d], 1), d++), ...);
+  atomicAdd(array + place, x);
+}
+
 // Rounded down, as in Python; 0 where the divisor is.
 template <class Int> __device__ __forceinline__ Int floor_divide(Int a, Int b) {
   if (b == 0) return 0;

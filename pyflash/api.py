@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -199,6 +200,7 @@ def flash_attention_backward(
     deterministic=False,
     return_dbias=False,
     return_dsinks=False,
+    return_dscore_mod=False,
 ):
     """The gradients of `flash_attention`: dq, dk, dv, each of the shape, dtype and kind of what it belongs to.
 
@@ -217,10 +219,15 @@ def flash_attention_backward(
         Bitwise the same gradients each time. Otherwise the order in which dq and dbias are summed may vary.
     return_dbias, return_dsinks : bool
         Also return the gradient of `bias`, summed over what was broadcast, and that of `sinks`.
+    return_dscore_mod : bool
+        Also return a tuple of the gradients of the floating-point arrays that `score_mod` captures, in the order in
+        which it first reads them. They are summed in any order, so not where `deterministic` on a GPU.
 
     Returns
     -------
     dq, dk, dv[, dbias][, dsinks] : arrays
+    dscore_mod : tuple of arrays
+        Only with ``return_dscore_mod``.
 
     Raises
     ------
@@ -246,7 +253,7 @@ def flash_attention_backward(
         "dropout_p": dropout_p,
     }
     lengths = {"seqused_q": seqused_q, "seqused_k": seqused_k}
-    wanted = {"bias": return_dbias, "sinks": return_dsinks}
+    wanted = {"bias": return_dbias, "sinks": return_dsinks, "score_mod": return_dscore_mod}
     return differentiate(dout, q, k, v, out, lse, dlse, softmax_scale, options, seed, lengths, deterministic, wanted)
 
 
@@ -269,7 +276,9 @@ def differentiate(dout, q, k, v, out, lse, dlse, softmax_scale, options, seed, l
         given["dlse"] = dlse
     call = _read(given, softmax_scale, options, seed, lengths)
     results = run(call, given, backward=True, deterministic=deterministic, gradients=gradients)
-    return tuple([results[f"d{name}"] for name in ("q", "k", "v", *gradients)])
+    scalars = dict(call.scalars) if gradients else {}
+    more = [features.BY_NAME[name].gradient(scalars.get(name), results) for name in gradients]
+    return (results["dq"], results["dk"], results["dv"], *more)
 
 
 def explain(
@@ -563,7 +572,8 @@ def _check_sequences(call: _Call, made: problem.Problem) -> None:
 def _run_numpy(made: problem.Problem, views: dict[str, object], seed: int | None) -> None:
     run, names = cpu.forward, ("q", "k", "v", "o", "lse")
     if made.backward:
-        run, names = cpu.backward, ("dout", "q", "k", "v", "o", "lse", "dlse", "dq", "dk", "dv", "dbias", "dsinks")
+        names = ("dout", "q", "k", "v", "o", "lse", "dlse", "dq", "dk", "dv")
+        run = partial(cpu.backward, more={name: views[name] for name in made.outputs if name not in names})
     options = {**dict(made.options), **views, "seed": seed}
     on = features.check({name: x for name, x in options.items() if name in features.BY_NAME or name == "seed"})
     lengths = {name: views[name] for name in sequences.ARRAYS if name in views}

@@ -77,15 +77,15 @@ def _forward(q, k, v, out, lse, softmax_scale: float, on: dict[str, object], bat
 
 
 def backward(
-    dout, q, k, v, out, lse, dlse, dq, dk, dv, dbias=None, dsinks=None, *, softmax_scale: float, on: dict[str, object],
-    lengths: Mapping[str, object] | None = None,
+    dout, q, k, v, out, lse, dlse, dq, dk, dv, *, softmax_scale: float, on: dict[str, object],
+    more: Mapping[str, np.ndarray] | None = None, lengths: Mapping[str, object] | None = None,
 ) -> None:  # fmt: skip
-    """Write the gradients into `dq`, `dk`, `dv`, and `dbias` and `dsinks` unless they are None, recomputing the
+    """Write the gradients into `dq`, `dk`, `dv`, and those of arrays of features into `more`, by name, recomputing the
     probabilities from `lse`. `dlse` may be None."""
-    real = _real(q)
-    sums = tuple(None if a is None else np.zeros(a.shape, real) for a in (dbias, dsinks))
+    more = more or {}
+    sums = {name: np.zeros(a.shape, _real(q)) for name, a in more.items()}
     if not lengths:
-        _backward(dout, q, k, v, out, lse, dlse, dq, dk, dv, *sums, softmax_scale, on, None)
+        _backward(dout, q, k, v, out, lse, dlse, dq, dk, dv, sums, softmax_scale, on, None)
     else:
         if "cu_seqlens_q" in lengths:
             packed = dout, q, k, v, out, lse, dlse, dq, dk, dv
@@ -95,10 +95,9 @@ def backward(
         for batch, queries, keys, rows in _places(q, k, lengths):
             statistics = lse[rows], None if dlse is None else dlse[rows]
             given = dout[queries], q[queries], k[keys], v[keys], out[queries], *statistics
-            _backward(*given, dq[queries], dk[keys], dv[keys], *sums, softmax_scale, on, batch)
-    for total, gradient in zip(sums, (dbias, dsinks), strict=True):
-        if gradient is not None:
-            gradient[...] = total
+            _backward(*given, dq[queries], dk[keys], dv[keys], sums, softmax_scale, on, batch)
+    for name, total in sums.items():
+        more[name][...] = total
 
 
 def _places(q, k, lengths: Mapping[str, object]):
@@ -110,10 +109,11 @@ def _places(q, k, lengths: Mapping[str, object]):
 
 
 def _backward(
-    dout, q, k, v, out, lse, dlse, dq, dk, dv, dbias_sum, dsinks_sum, softmax_scale: float, on: dict[str, object],
-    batch: int | None,
+    dout, q, k, v, out, lse, dlse, dq, dk, dv, sums: dict[str, np.ndarray], softmax_scale: float,
+    on: dict[str, object], batch: int | None,
 ) -> None:  # fmt: skip
-    """As _forward; gradients of features are added to the sums, unless those are None."""
+    """As _forward; gradients of features are added to the sums."""
+    captured = features.captured_gradients(sums)
     scale = _real(q)(softmax_scale)
     with np.errstate(all="ignore"):
         for stack in _stacks(q, k, on, batch):
@@ -127,8 +127,8 @@ def _backward(
                     delta -= stack.statistic(dlse, m)
                 shift = stack.statistic(lse, m)
                 np.copyto(shift, np.inf, where=shift == -np.inf)  # a row with no visible key: p = 0
-                if dsinks_sum is not None:
-                    stack.add_dsinks(dsinks_sum, m, np.exp(stack.sink(m) - shift) * -delta)
+                if "dsinks" in sums:
+                    stack.add_dsinks(sums["dsinks"], m, np.exp(stack.sink(m) - shift) * -delta)
                 dq_tile = np.zeros_like(q_tile)
                 for n, visible in stack.visited(m):
                     transposed = None if visible is None else visible.swapaxes(-1, -2)
@@ -136,6 +136,7 @@ def _backward(
                     s = q_tile @ k_tile.swapaxes(-1, -2)
                     s *= scale
                     slope, slope_since_bias = stack.slopes(s, m, n)
+                    products = s
                     s = stack.score(s, m, n)
                     s -= shift
                     p = np.exp(s, out=s)
@@ -148,8 +149,10 @@ def _backward(
                     if visible is not None:
                         np.copyto(p, 0, where=~visible)
                         np.copyto(ds, 0, where=~visible)
-                    if dbias_sum is not None:
-                        stack.add_dbias(dbias_sum, m, n, _selected(ds * slope_since_bias, visible))
+                    if "dbias" in sums:
+                        stack.add_dbias(sums["dbias"], m, n, _selected(ds * slope_since_bias, visible))
+                    if captured:
+                        stack.add_captured(captured, m, n, products, ds)
                     ds = _selected(ds * slope, visible)
                     dv_stack[:, :, n] += _matmul(p.swapaxes(-1, -2), dout_tile, transposed)
                     dk_stack[:, :, n] += _matmul(ds.swapaxes(-1, -2), q_tile, transposed)
@@ -240,6 +243,11 @@ class _Stack:
         part = self._place(m, n).of(total)
         ds = ds.reshape(ds.shape[0], heads, m.stop - m.start, ds.shape[-1])
         part += ds.sum(tuple(axis for axis in range(4) if part.shape[axis] != ds.shape[axis]), keepdims=True)
+
+    def add_captured(self, totals, m: slice, n: slice, products, ds):
+        """Add a tile's part of the gradients of what score_mod captures, from that of what it makes."""
+        products, ds = (a.reshape(a.shape[0], -1, m.stop - m.start, a.shape[-1]) for a in (products, ds))
+        features.scatter(self.on, products, ds, self._place(m, n), totals)
 
     def _place(self, m: slice, n: slice) -> Place:
         return Place(self.numbers, self.q_heads, m, n, self.sizes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -94,6 +95,14 @@ class Feature:
     def values(self, value: object, softmax_scale: float, sizes: Sizes) -> dict[str, object]:
         """The kernel arguments besides addresses. `value` is the scalar, or what problem.Tensor says of the array."""
         return {}
+
+    def differentiated(self, value: object) -> tuple[str, ...]:
+        """The arrays of whose gradients that of the feature is made."""
+        return (self.name,)
+
+    def gradient(self, value: object, found: Mapping[str, object]) -> object:
+        """It as the public functions return it, from the gradients of arrays by name."""
+        return found[f"d{self.name}"]
 
     # ---- In NumPy. `value` is the scalar or the array.
 

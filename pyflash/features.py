@@ -268,15 +268,17 @@ class _Function(Feature):
     def check(self, value):
         return trace.trace(self.name, value)
 
+    def places(self, at: Place) -> dict[str, np.ndarray]:
+        return dict(zip(trace.INPUTS["mask_mod"], at.indices(), strict=True))
+
     def evaluated(self, graph: trace.Graph, value: trace.Mod, at: Place, real: type, **score) -> np.ndarray:
-        places = dict(zip(trace.INPUTS["mask_mod"], at.indices(), strict=True))
-        found = graph.evaluate({**score, **places}, value.arrays, real)
+        found = graph.evaluate({**score, **self.places(at)}, value.arrays, real)
         return np.broadcast_to(found, [part.stop - part.start for part in at[:4]])
 
 
 class _ScoreMod(_Function):
     name, takes = "score_mod", "None or a function (score, batch, head, q_idx, kv_idx) -> score"
-    changes_scores = True
+    changes_scores = has_gradient = True
     flags = ("SCORE_MOD",)
     kernels = SIMT + SM80 + SM90
 
@@ -285,6 +287,16 @@ class _ScoreMod(_Function):
 
     def slope(self, value, s, at):
         return self.evaluated(value.slope, value, at, s.dtype.type, score=s)
+
+    def differentiated(self, value):
+        return tuple(CAPTURED[place].name for place in value.differentiable)
+
+    def gradient(self, value, found):
+        return tuple(found[f"d{name}"] for name in self.differentiated(value))
+
+    def scatter(self, value, s, ds, at, totals):
+        inputs = {"score": s, "ds": ds, **self.places(at)}
+        value.scatter.scatter(inputs, value.arrays, totals, s.dtype.type)
 
 
 class _MaskMod(_Function):
@@ -310,6 +322,7 @@ class _Captured(Feature):
             Field(self.name, "pointer", "const void*", "what a function captures; SCORE_MOD, MASK_MOD"),
             Field(f"{self.name}_stride", "i64", "long long", "elements: each dimension", trace.MAX_DIMENSIONS),
             Field(f"{self.name}_size", "i32", "int", "of each dimension", trace.MAX_DIMENSIONS),
+            Field(f"d{self.name}", "pointer", "{real}*", "its gradient, contiguous, zeroed; null: not wanted"),
         )
 
     def shape_error(self, shape, sizes):
@@ -527,6 +540,22 @@ def slopes(on: Mapping[str, object], s: np.ndarray, at: Place) -> tuple[np.ndarr
         total, since_bias = total * slope, 1.0 if name == "bias" else since_bias * slope
         s = BY_NAME[name].score(value, s, at)
     return total, since_bias
+
+
+def captured_gradients(found: Mapping[str, np.ndarray]) -> dict[int, np.ndarray]:
+    """Those of captured arrays among gradients by name, by the arrays' places."""
+    return {place: found[f"d{slot.name}"] for place, slot in enumerate(CAPTURED) if f"d{slot.name}" in found}
+
+
+def scatter(
+    on: Mapping[str, object], s: np.ndarray, ds: np.ndarray, at: Place, totals: Mapping[int, np.ndarray]
+) -> None:
+    """Add to the gradients of the arrays that score_mod captures, by their places: at s, from ds of what it makes, the
+    last change of a score."""
+    for name, value in on.items():
+        if name == "score_mod":
+            return BY_NAME[name].scatter(value, s, ds, at, totals)
+        s = BY_NAME[name].score(value, s, at)
 
 
 def support_matrix() -> str:

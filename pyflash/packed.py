@@ -118,6 +118,7 @@ def flash_attention_varlen_backward(
     deterministic=False,
     return_dbias=False,
     return_dsinks=False,
+    return_dscore_mod=False,
 ):
     """The gradients of `flash_attention_varlen`: dq, dk, dv, each of the shape, dtype and kind of what it belongs to.
 
@@ -133,12 +134,14 @@ def flash_attention_varlen_backward(
         What the forward call returned.
     dlse : array (heads_q, tokens_q), optional
         The gradient of lse, where lse itself was used.
-    deterministic, return_dbias, return_dsinks
+    deterministic, return_dbias, return_dsinks, return_dscore_mod
         As for `flash_attention_backward`.
 
     Returns
     -------
     dq, dk, dv[, dbias][, dsinks] : arrays
+    dscore_mod : tuple of arrays
+        Only with ``return_dscore_mod``.
 
     Raises
     ------
@@ -158,7 +161,7 @@ def flash_attention_varlen_backward(
         "dropout_p": dropout_p,
     }
     lengths = _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
-    wanted = {"bias": return_dbias, "sinks": return_dsinks}
+    wanted = {"bias": return_dbias, "sinks": return_dsinks, "score_mod": return_dscore_mod}
     return differentiate(dout, q, k, v, out, lse, dlse, softmax_scale, options, seed, lengths, deterministic, wanted)
 
 

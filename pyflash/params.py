@@ -176,9 +176,9 @@ TABLES: dict[str, tuple[Field, ...]] = {
         Field("dsinks", "pointer", "{real}*", "(num_heads_q), contiguous"),
         *_SIZES,
     ),
-    "bwd_dbias": (
+    "bwd_sums": (
         Field("sum", "pointer", "{real}*", "contiguous"),
-        Field("out", "pointer", "cfg::Bias*", "contiguous"),
+        Field("out", "pointer", "cfg::Output*", "contiguous"),
         Field("count", "i64", "long long", "elements"),
     ),
     "block_kinds": (

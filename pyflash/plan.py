@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from . import features, params, sequences, sizes
+from . import features, params, sequences, sizes, sums
 from .device import Device
 from .errors import Unsupported
 from .problem import DTYPES, REAL_DTYPES, Problem, Tensor
@@ -128,8 +128,8 @@ def _obstacle(problem: Problem, device: Device, name: str) -> str | None:
         return f"takes {' and '.join(kernel.dtypes)}"
     if untaken := [feature for feature in problem.on if name not in features.BY_NAME[feature].kernels]:
         return f"does not take {' and '.join(untaken)}"
-    if name == "bwd_sm90" and "dbias" in dict(problem.tensors) and {"softcap", "score_mod"} <= problem.on.keys():
-        return "does not take softcap and score_mod where return_dbias is True"
+    if name == "bwd_sm90" and (reason := sums.obstacle_to_weights(problem)):
+        return reason
     if kernel.only_capability not in (None, device.capability):
         return "made for compute capability {}.{} alone".format(*kernel.only_capability)
     if device.capability < kernel.min_capability:
@@ -192,6 +192,7 @@ def _score_config(problem: Problem, name: str, row: Row) -> dict[str, object]:
         "MASK_BLOCK_N": blocks.block_k if blocks else row.tile_n,
         **unit,
         **features.flags(problem.on),
+        "DSCORE_MOD": sums.scatters(problem),
     }
 
 
@@ -203,6 +204,8 @@ def _functions(problem: Problem) -> tuple[tuple[str, tuple[str, ...], Graph], ..
             made.append((name, arguments, mod.graph))
             if problem.backward and mod.slope:
                 made.append((f"{name}_slope", arguments, mod.slope))
+            if name == "score_mod" and sums.scatters(problem):
+                made.append((f"{name}_scatter", ("score", "ds", *arguments[1:]), mod.scatter))
     return tuple(made)
 
 
@@ -442,32 +445,26 @@ class _FeatureGradients:
     pointers: tuple[tuple[str, str], ...]  # of the main kernel that sums them
 
 
+def _around_sum(problem: Problem, device: Device, name: str, total: str, zero: bool) -> Launch:
+    """Zeroes what a gradient is summed into, or makes the gradient of it."""
+    tensor, tile = dict(problem.tensors)[name], KERNELS["bwd_sums"].rows[0].tile_m
+    config, count = {"ZERO": zero, "Output": DTYPES[tensor.dtype].element}, math.prod(tensor.shape)
+    arrays = ("sum", total), ("out", name)
+    return _launch(problem, device, "bwd_sums", {}, arrays, lambda _: _cdiv(count, tile), config, {"count": count})
+
+
 def _feature_gradients(problem: Problem, device: Device) -> _FeatureGradients:
     tensors, before, after, workspace, pointers = dict(problem.tensors), [], [], {}, ()
-    if "dbias" in tensors:
-        bias = tensors["dbias"]
-        count, every = math.prod(bias.shape), math.prod(problem.sizes)
-        if problem.deterministic and count < every:
-            raise Unsupported(
-                f"deterministic: got True with return_dbias of a bias {bias.shape} that broadcasts to "
-                f"{tuple(problem.sizes)}, takes False: its sum comes in any order"
-            )
-        in_place = bias.dtype == REAL_DTYPES[problem.dtype.real]
-        total = "dbias" if in_place else "dbias_sum"
-        pointers = (("dbias", total),)
-
-        def around(zero: bool) -> Launch:
-            tile = KERNELS["bwd_dbias"].rows[0].tile_m
-            config = {"ZERO": zero, "Bias": _bias_element(problem)}
-            both = (("sum", total), ("out", "dbias"))
-            return _launch(
-                problem, device, "bwd_dbias", {}, both, lambda _: _cdiv(count, tile), config, {"count": count}
-            )
-
-        before = [around(zero=True)]
-        if not in_place:
-            workspace[total] = count * 4
-            after = [around(zero=False)]
+    if problem.deterministic:
+        sums.check_deterministic(problem)
+    for name, tensor in sums.wanted(problem).items():
+        real = REAL_DTYPES[problem.dtype.real]
+        total = name if tensor.dtype == real else f"{name}_sum"
+        pointers += ((name, total),)
+        before.append(_around_sum(problem, device, name, total, zero=True))
+        if total != name:
+            workspace[total] = math.prod(tensor.shape) * DTYPES[real].itemsize
+            after.append(_around_sum(problem, device, name, total, zero=False))
     if "dsinks" in tensors:
         given = {"lse": tensors["lse"]}
         after += [_launch(problem, device, "bwd_sinks", given, ("delta", "dsinks"), lambda n: n["num_heads_q"])]
@@ -572,7 +569,8 @@ def _backward(problem: Problem, device: Device, family: str, notes: tuple[str, .
     if not through_accum:
         every = {**given, **{n: tensors[n] for n in ("dq", "dk", "dv")}}
         dq = _launch(problem, device, name, every, ("delta", *more.pointers), per_query_tile, {"PHASE_DQ": True})
-        dkdv = _launch(problem, device, name, every, ("delta",), per_key_tile, {"PHASE_DQ": False})
+        phase = {"PHASE_DQ": False, "DSCORE_MOD": False}
+        dkdv = _launch(problem, device, name, every, ("delta",), per_key_tile, phase)
         return _finish(problem, family, [delta, *more.before, dq, dkdv, *more.after], every_piece, notes)
     main = _launch(
         problem,

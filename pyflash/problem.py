@@ -372,10 +372,12 @@ def make(
     for name in tensors.keys() & features.BY_NAME.keys():
         check.feature(features.BY_NAME[name], dtype, sizes)
     if backward:
+        every = {**tensors, **dict(on)}
         for name in gradients:
-            if name not in tensors:
+            if name not in every:
                 raise ValueError(f"return_d{name}: got True, takes False where {name} is None; call {check.call}")
-        outputs = {f"d{n}": contiguous(tensors[n].shape, tensors[n].dtype) for n in (*"qkv", *gradients)}
+        arrays = (array for name in gradients for array in features.BY_NAME[name].differentiated(every[name]))
+        outputs = {f"d{n}": contiguous(tensors[n].shape, tensors[n].dtype) for n in (*"qkv", *arrays)}
     else:
         outputs = {"o": contiguous(outs, q.dtype)} if "o" not in tensors else {}
         outputs |= {"lse": contiguous(rows, REAL_DTYPES[dtype.real])} if wants_lse else {}

@@ -49,13 +49,14 @@ def attention_backward(
     dlse=None,
     return_dbias: bool = False,
     return_dsinks: bool = False,
+    return_dscore_mod: bool = False,
     seqused_q=None,
     seqused_k=None,
     **options,
 ):
-    """The gradients dq, dk, dv[, dbias][, dsinks] of sum(out * dout) + sum(lse * dlse), float64, in the shapes of what
-    they belong to."""
-    wanted, options = (return_dbias, return_dsinks), _hosted(options)
+    """The gradients dq, dk, dv[, dbias][, dsinks][, dscore_mod] of sum(out * dout) + sum(lse * dlse), float64, in the
+    shapes of what they belong to."""
+    wanted, options = _wanted(return_dbias, return_dsinks, return_dscore_mod), _hosted(options)
     dout, q, k, v, dlse = _hosts(dout=dout, q=q, k=k, v=v, dlse=dlse)
     if seqused_q is None and seqused_k is None:
         return _backward(dout, q, k, v, softmax_scale, dlse, wanted, options)
@@ -75,6 +76,7 @@ def attention_varlen_backward(
     dlse=None,
     return_dbias: bool = False,
     return_dsinks: bool = False,
+    return_dscore_mod: bool = False,
     seqused_q=None,
     seqused_k=None,
     **options,
@@ -83,9 +85,20 @@ def attention_varlen_backward(
     lengths = _packed(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     found = _hosts(dout=dout, q=q, k=k, v=v, dlse=dlse)
     dout, q, k, v, dlse = (None if a is None else a[None] for a in found)
-    wanted = return_dbias, return_dsinks
+    wanted = _wanted(return_dbias, return_dsinks, return_dscore_mod)
     found = _backward_of_each(dout, q, k, v, lengths, softmax_scale, dlse, wanted, _hosted(options))
     return *(gradient[0] for gradient in found[:3]), *found[3:]
+
+
+def _wanted(*flags: bool) -> tuple[str, ...]:
+    return tuple(name for name, flag in zip(("bias", "sinks", "score_mod"), flags, strict=True) if flag)
+
+
+def _gradients(wanted: tuple[str, ...], on: dict[str, object]) -> dict[str, np.ndarray]:
+    """Zeros for those of features, by their arrays' names."""
+    arrays = {**on, **features.parted(on)[1]}
+    names = (array for name in wanted for array in features.BY_NAME[name].differentiated(on[name]))
+    return {f"d{name}": np.zeros(np.shape(arrays[name])) for name in names}
 
 
 def _host(name: str, array) -> np.ndarray:
@@ -141,15 +154,13 @@ def _forward_of_each(q, k, v, lengths, softmax_scale, options):
 
 def _backward_of_each(dout, q, k, v, lengths, softmax_scale, dlse, wanted, options):
     dq, dk, dv = (np.zeros(a.shape) for a in (q, k, v))
-    extra = [np.zeros(np.shape(options[name])) for name, flag in zip(("bias", "sinks"), wanted, strict=True) if flag]
+    on = features.check(options)
+    extra = _gradients(wanted, on)
     for batch, queries, keys in _each(q, k, lengths):
         own_dlse = None if dlse is None else dlse.swapaxes(1, 2)[queries].swapaxes(1, 2)
         tensors = dout[queries], q[queries], k[keys], v[keys]
-        found = _backward(*tensors, softmax_scale, own_dlse, wanted, options, batch)
-        dq[queries], dk[keys], dv[keys] = found[:3]
-        for total, part in zip(extra, found[3:], strict=True):
-            total += part
-    return dq, dk, dv, *extra
+        dq[queries], dk[keys], dv[keys] = _differentiate(*tensors, softmax_scale, own_dlse, extra, options, batch)
+    return dq, dk, dv, *(features.BY_NAME[name].gradient(on[name], extra) for name in wanted)
 
 
 def _attention(q, k, v, softmax_scale, options, batch: int | None = None):
@@ -160,7 +171,15 @@ def _attention(q, k, v, softmax_scale, options, batch: int | None = None):
         return rows.out(v).swapaxes(1, 2), rows.lse
 
 
-def _backward(dout, q, k, v, softmax_scale, dlse, wanted, options, batch: int | None = None):
+def _backward(dout, q, k, v, softmax_scale, dlse, wanted, options):
+    on = features.check(options)
+    extra = _gradients(wanted, on)
+    gradients = _differentiate(dout, q, k, v, softmax_scale, dlse, extra, options)
+    return *gradients, *(features.BY_NAME[name].gradient(on[name], extra) for name in wanted)
+
+
+def _differentiate(dout, q, k, v, softmax_scale, dlse, extra, options, batch: int | None = None):
+    """dq, dk and dv; gradients of features are added to `extra`."""
     heads_kv = k.shape[2]
     q, dout, k, v = _by_head(q, dout, k, v)
     scale = _scale(q, softmax_scale)
@@ -171,16 +190,18 @@ def _backward(dout, q, k, v, softmax_scale, dlse, wanted, options, batch: int | 
             delta = delta - dlse.astype(np.float64)
         visible, transposed = rows.visible, rows.visible.swapaxes(-1, -2)
         ds = np.where(visible, rows.p * (rows.weight * (dout @ v.swapaxes(-1, -2)) - delta[..., None]), 0.0)
-        dbias = np.zeros(np.shape(options.get("bias", 0)))
-        part = rows.place.of(dbias)
-        part += summed_to(part.shape, np.where(visible, ds * rows.slope_since_bias, 0.0))
+        if "dbias" in extra:
+            part = rows.place.of(extra["dbias"])
+            part += summed_to(part.shape, np.where(visible, ds * rows.slope_since_bias, 0.0))
+        if "dsinks" in extra:
+            extra["dsinks"] += (-rows.p_sink * delta).sum((0, 2))
+        if totals := features.captured_gradients(extra):
+            features.scatter(rows.on, rows.products, ds, rows.place, totals)
         ds = np.where(visible, ds * rows.slope, 0.0)
         dq = scale * select_matmul(ds, k, visible)
         dk = scale * select_matmul(ds.swapaxes(-1, -2), q, transposed)
         dv = select_matmul((rows.weight * rows.p).swapaxes(-1, -2), dout, transposed)
-        dsinks = (-rows.p_sink * delta).sum((0, 2))
-    extra = tuple(gradient for gradient, flag in zip((dbias, dsinks), wanted, strict=True) if flag)
-    return dq.swapaxes(1, 2), _per_kv_head(dk, heads_kv), _per_kv_head(dv, heads_kv), *extra
+    return dq.swapaxes(1, 2), _per_kv_head(dk, heads_kv), _per_kv_head(dv, heads_kv)
 
 
 class _Rows:
@@ -188,7 +209,7 @@ class _Rows:
 
     def __init__(self, s, options: dict[str, object], batch: int | None = None):
         on, whole = features.check(options), Place.whole(Sizes(*s.shape), batch)
-        self.place = whole
+        self.on, self.place, self.products = on, whole, s
         self.visible = visibility(Sizes(*s.shape), options, batch)
         weight, (self.slope, self.slope_since_bias) = features.weight(on, whole), features.slopes(on, s, whole)
         self.weight = 1.0 if weight is None else weight

@@ -405,7 +405,7 @@ KERNELS: dict[str, Kernel] = {
         smem_bytes=_no_smem,
         rows=(Row(256, 1, 1, 1024, 1, 1, "a CTA for each head"),),
     ),
-    "bwd_dbias": Kernel(
+    "bwd_sums": Kernel(
         dtypes=_HALF + _FULL,
         min_capability=(7, 5),
         only_capability=None,

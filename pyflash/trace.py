@@ -1,14 +1,14 @@
 """Python functions of scores and positions, traced into graphs: what NumPy evaluates and what the kernels compile.
 
 A function is called once, with tracers in place of numbers. What it does to them is recorded, as is what it reads of
-the arrays that it captures; captured Python numbers become constants. The derivative by the score follows from the
-record.
+the arrays that it captures; captured Python numbers become constants. The derivatives by the score, and by what is
+read of arrays, follow from the record.
 """
 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -86,7 +86,8 @@ _ALLOWED = (
 
 
 class Node(NamedTuple):
-    """One step. An `input` has its name as value, a `constant` its number, a `load` its array's place and dtype."""
+    """One step. An `input` has its name as value, a `constant` its number, a `load` its array's place and dtype. A
+    `scatter` adds its first operand to the gradient of an array, to the element that a load of the others reads."""
 
     operation: str
     kind: str
@@ -96,11 +97,25 @@ class Node(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """Steps, each after those that it uses; the last is the result. There is one object of each graph."""
+    """Steps, each after those that it uses; the last is the result, unless they scatter. There is one object of each
+    graph."""
 
     nodes: tuple[Node, ...]
 
     def evaluate(self, inputs: dict[str, np.ndarray], arrays: tuple, real: type) -> np.ndarray:
+        return self._values(inputs, arrays, real)[-1]
+
+    def scatter(self, inputs: dict[str, np.ndarray], arrays: tuple, totals: Mapping[int, np.ndarray], real: type):
+        """Add to the gradients of arrays, by their places; nothing where ds is 0, which has the full shape."""
+        values, chosen = self._values(inputs, arrays, real), inputs["ds"] != 0
+        for node in self.nodes:
+            if node.operation == "scatter" and node.value[0] in totals:
+                x, *index = (np.broadcast_to(values[i], chosen.shape)[chosen] for i in node.operands)
+                total = totals[node.value[0]]
+                flat = np.ravel_multi_index(index, total.shape, mode="clip")
+                total += np.bincount(flat, x, total.size).reshape(total.shape)
+
+    def _values(self, inputs: dict[str, np.ndarray], arrays: tuple, real: type) -> list[np.ndarray | None]:
         values = []
         for operation, kind, operands, value in self.nodes:
             of, dtype = [values[i] for i in operands], _KINDS[kind][1] or real
@@ -114,9 +129,11 @@ class Graph:
                 array = np.asarray(arrays[value[0]])
                 places = (np.clip(index, 0, size - 1) for index, size in zip(of, array.shape, strict=True))
                 values.append(array[tuple(places)].astype(dtype))
+            elif operation == "scatter":
+                values.append(None)
             else:
                 values.append(_OPERATIONS[operation].numpy(*of))
-        return values[-1]
+        return values
 
     def cuda(self, name: str, inputs: tuple[str, ...]) -> str:
         """A function of the kernels, inside of the namespace of mod.cuh."""
@@ -129,20 +146,24 @@ class Graph:
             if operation == "constant":
                 names.append(_literal(kind, value))
                 continue
+            array = f"mod_array_{value[0]}" if operation in ("load", "scatter") else None
+            if operation == "scatter":
+                names.append(None)
+                lines.append(f"  scatter({', '.join([f'p.d{array}', f'p.{array}_size', *of])});")
+                continue
             if operation == "cast":
                 text = f"{_KINDS[kind][0]}({of[0]})"
             elif operation == "load":
-                place, dtype = value
-                array = f"p.mod_array_{place}"
-                text = f"load<{ELEMENTS[dtype][0]}>({', '.join([array, f'{array}_stride', f'{array}_size', *of])})"
+                read = [f"p.{array}", f"p.{array}_stride", f"p.{array}_size", *of]
+                text = f"load<{ELEMENTS[value[1]][0]}>({', '.join(read)})"
             else:
                 text = _OPERATIONS[operation].c.format(*of)
             names.append(f"x{len(lines)}")
             lines.append(f"  const {_KINDS[kind][0]} {names[-1]} = {text};")
-        arguments = ", ".join(f"{'Real' if x == 'score' else 'int'} {x}" for x in inputs)
-        result = _KINDS[self.nodes[-1].kind][0]
+        arguments = ", ".join(f"{'Real' if x in ('score', 'ds') else 'int'} {x}" for x in inputs)
+        result = _KINDS[self.nodes[-1].kind][0] if names[-1] else "void"
         head = f"__device__ __forceinline__ {result} {name}(const Params& p, {arguments}) {{"
-        return "\n".join([head, *lines, f"  return {names[-1]};", "}"])
+        return "\n".join([head, *lines, *([f"  return {names[-1]};"] if names[-1] else []), "}"])
 
 
 def _literal(kind: str, value) -> str:
@@ -154,10 +175,10 @@ def _literal(kind: str, value) -> str:
 _graphs: dict[tuple[Node, ...], Graph] = {}
 
 
-def _graph(nodes, root: int) -> Graph:
-    """What of `nodes` leads to `root`."""
-    used = {root}
-    for i in range(root, -1, -1):
+def _graph(nodes, roots: Collection[int]) -> Graph:
+    """What of `nodes` leads to `roots`."""
+    used = set(roots)
+    for i in range(max(roots), -1, -1):
         if i in used:
             used.update(nodes[i].operands)
     places = {old: new for new, old in enumerate(sorted(used))}
@@ -168,16 +189,32 @@ def _graph(nodes, root: int) -> Graph:
 @lru_cache(maxsize=1024)
 def _renumbered(graph: Graph, places: tuple[int, ...]) -> Graph:
     """The graph with its arrays in other places."""
-    nodes = [n._replace(value=(places[n.value[0]], n.value[1])) if n.operation == "load" else n for n in graph.nodes]
-    return _graph(nodes, len(nodes) - 1)
+    nodes = graph.nodes
+    moved = {i: (places[n.value[0]], n.value[1]) for i, n in enumerate(nodes) if n.operation in ("load", "scatter")}
+    nodes = [n._replace(value=moved[i]) if i in moved else n for i, n in enumerate(nodes)]
+    return _graph(nodes, range(len(nodes)))
 
 
 class Mod(NamedTuple):
     """A traced function, and the arrays that it captures: those of all functions of a call."""
 
     graph: Graph
-    slope: Graph | None  # the derivative by the score, of one that has it
+    slope: Graph | None = None  # the derivative by the score, of one that has it
+    scatter: Graph | None = None  # from ds, the gradient of what it makes, to those of floating-point arrays
     arrays: tuple = ()
+
+    @property
+    def differentiable(self) -> tuple[int, ...]:
+        """The places of the arrays that have gradients."""
+        nodes = self.scatter.nodes if self.scatter else ()
+        return tuple(sorted({node.value[0] for node in nodes if node.operation == "scatter"}))
+
+    @property
+    def adds(self) -> bool:
+        """Whether it adds something to the score which does not depend on it."""
+        one = Node("constant", "real", (), 1.0)
+        nodes = self.scatter.nodes if self.scatter else ()
+        return self.slope.nodes == (one,) and not any(node[:4:3] == ("input", "score") for node in nodes)
 
     def __repr__(self) -> str:
         return f"<function of {len(self.graph.nodes)} steps>"
@@ -195,7 +232,7 @@ def joined(mods: list[Mod]) -> list[Mod]:
     if len(arrays) > MAX_ARRAYS:
         raise ValueError(f"score_mod and mask_mod: got {len(arrays)} captured arrays, take {MAX_ARRAYS} together")
     return [
-        Mod(*(g and (_renumbered(g, at) if at else g) for g in (mod.graph, mod.slope)), tuple(arrays))
+        Mod(*(g and (_renumbered(g, at) if at else g) for g in mod[:3]), tuple(arrays))
         for mod, at in zip(mods, places, strict=True)
     ]
 
@@ -288,8 +325,8 @@ class _Recorder:
         place = self.tables.index(table)
         return self.node("load", ELEMENTS[table._dtype][1], tuple(operands), (place, table._dtype))
 
-    def derivative(self, root: int) -> int:
-        """Of a node, by the score."""
+    def derivative(self, root: int, by: int) -> int:
+        """Of a node, by another."""
         one, zero = self.operand(1.0, ""), self.operand(0.0, "")
         # Of each node, None where it is 0.
         slopes: list[int | None] = []
@@ -298,9 +335,9 @@ class _Recorder:
             return Tracer(self, i)
 
         for i in range(root + 1):
-            operation, kind, operands, value = self.nodes[i]
+            operation, kind, operands, _ = self.nodes[i]
             inner = [slopes[x] for x in operands]
-            if operation == "input" and value == "score":
+            if i == by:
                 slopes.append(one)
                 continue
             if kind != "real" or all(x is None for x in inner) or operation == "floor":
@@ -312,6 +349,16 @@ class _Recorder:
             found = _DERIVATIVES[operation](tracer(i), x, dx, y, dy, *(others[1:] + dothers[1:]))
             slopes.append(found._index)
         return zero if slopes[root] is None else slopes[root]
+
+    def scatters(self, root: int) -> list[int]:
+        """The gradients of what is read of floating-point arrays, from that of a node."""
+        loads = [(i, n) for i, n in enumerate(self.nodes) if n.operation == "load" and n.kind == "real"]
+        ds = Tracer(self, self.node("input", "real", value="ds")) if loads else None
+        slopes = [_times(ds, Tracer(self, self.derivative(root, i))) for i, _ in loads]
+        return [
+            self.node("scatter", "real", (slope._index, *load.operands), load.value)
+            for slope, (_, load) in zip(slopes, loads, strict=True)
+        ]
 
 
 def _sum(a, b):
@@ -514,14 +561,13 @@ def _trace(name: str, function) -> tuple[Mod, tuple[str, ...]]:
     if result is None:
         recorder.fail("a function that returns None", f"one that returns a {'score' if name[0] == 's' else 'bool'}")
     root = recorder.operand(result, "the result")
-    slope = None
+    made = []
     if name == "score_mod":
         root = recorder.cast(root, "real")
-        slope = recorder.derivative(root)
+        made = [[recorder.derivative(root, arguments[0]._index)], recorder.scatters(root)]
     elif recorder.nodes[root].kind != "bool":
         recorder.fail("a function that returns a number", "one that returns a comparison: x != 0")
     names = tuple(table._name for table in recorder.tables)
     if len(names) > MAX_ARRAYS:
         recorder.fail(f"{len(names)} captured arrays, {', '.join(names)}", f"up to {MAX_ARRAYS}", ValueError)
-    nodes = recorder.nodes
-    return Mod(_graph(nodes, root), None if slope is None else _graph(nodes, slope)), names
+    return Mod(*(_graph(recorder.nodes, roots) if roots else None for roots in ([root], *made))), names

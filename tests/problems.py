@@ -27,6 +27,9 @@ FUNCTIONS = {
 }
 
 
+# One that only adds to the score.
+ADDED = {"score_mod": lambda score, batch, head, q_idx, kv_idx: score + TABLE[1, kv_idx]}
+
 BLOCKS = Blocks(1, 1, 0, 0, 128, 128)  # `example` and `option_sets` make it one for their sequences
 
 

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from problems import BLOCKS, FUNCTIONS, example, packed, traced
+from problems import ADDED, BLOCKS, FUNCTIONS, example, packed, traced
 
 from pyflash.device import KNOWN, Device
 from pyflash.errors import Unsupported
@@ -46,6 +46,7 @@ OPTIONS = (
     {"sinks": (4,)},
     {"dropout_p": 0.2},
     *({name: function} for name, function in FUNCTIONS.items()),
+    ADDED,
     {"block_mask": BLOCKS},
     {"window": (4000, 50), "softcap": 30.0, "alibi_slopes": (4,)},
     {"causal": True, "bias": (1, 4, 1, 1), "mask": (1, 1, 1, 1), "sinks": (4,)},
@@ -100,8 +101,9 @@ def _problems(family: str) -> Iterable[Problem]:
         for seqlen in _seqlens(family):
             call |= {"batch": BATCH, "seqlen_q": seqlen}
             yield example(**call, narrow=outputs)
-            wanted = tuple(name for name in options if BY_NAME[name].has_gradient)
-            yield example(backward=True, **call, narrow=inputs, gradients=wanted)
+            differentiable = tuple(name for name in options if BY_NAME[name].has_gradient)
+            for wanted in sorted({(), differentiable}):
+                yield example(backward=True, **call, narrow=inputs, gradients=wanted)
             yield example(backward=True, **call, narrow=inputs, deterministic=True, dlse=True)
 
 

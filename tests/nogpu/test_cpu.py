@@ -46,11 +46,10 @@ def poison_rows(case: Case):
 def backward(case: Case, arrays: dict[str, np.ndarray], out, lse, layout: str = "contiguous"):
     q, k, v = arrays["q"], arrays["k"], arrays["v"]
     gradients = {f"d{name}": poison(arrays[name].shape, arrays[name].dtype, layout) for name in "qkv"}
-    for name in case.differentiated:
-        gradients[f"d{name}"] = np.full(on(case)[name].shape, np.nan, on(case)[name].dtype)
-    dlse = arrays.get("dlse")
-    cpu.backward(arrays["dout"], q, k, v, out, lse, dlse, **gradients, softmax_scale=case.scale, on=on(case))
-    return list(gradients.values())
+    more = {f"d{n}": np.full(on(case)[n].shape, np.nan, on(case)[n].dtype) for n in case.differentiated}
+    dlse, call = arrays.get("dlse"), {"softmax_scale": case.scale, "on": on(case), "more": more}
+    cpu.backward(arrays["dout"], q, k, v, out, lse, dlse, **gradients, **call)
+    return [*gradients.values(), *more.values()]
 
 
 def check(case: Case, layout: str = "contiguous"):

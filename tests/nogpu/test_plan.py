@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import BLOCKS, FUNCTIONS, device_of, devices, example, packed, problems
 
-from pyflash import features, params
+from pyflash import features, params, sums
 from pyflash.device import KNOWN, Device
 from pyflash.errors import Unsupported
 from pyflash.explain import tiles
@@ -119,8 +119,8 @@ def test_every_argument_of_every_kernel_is_given(problem, device):
         layout.pack(values)
         assert set(arrays.values()) <= set(tensors) | pieces | {TILE_COUNTER, SEED}
         known = {field.name for name in problem.on for field in features.BY_NAME[name].fields}
-        if params.computes_scores(launch.kernel):  # dbias is given where it is wanted
-            assert known - {"dbias"} <= values.keys() | arrays.keys()
+        if params.computes_scores(launch.kernel):  # gradients are given where they are wanted
+            assert known - set(sums.NAMES) <= values.keys() | arrays.keys()
         for field in layout.fields:
             if field.kind == "u64":
                 assert (field.name in arrays) == (field.name in known), "a number that comes with the addresses"

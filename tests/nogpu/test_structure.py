@@ -19,7 +19,7 @@ RANKS = {
     "trace": 0.5,
     **dict.fromkeys(("features", "sequences"), 1),
     **dict.fromkeys(("params", "problem", "tiles"), 2),
-    "sizes": 2.5,
+    **dict.fromkeys(("sizes", "sums"), 2.5),
     **dict.fromkeys(("plan", "reference"), 3),
     **dict.fromkeys(("source", "cpu", "explain", "plan_blocks"), 4),
     **dict.fromkeys(("compile", "tma"), 5),

@@ -128,6 +128,88 @@ def test_the_gradient_of_a_bias_below_a_function():
     np.testing.assert_allclose(dbias, right, rtol=1e-10, atol=1e-12)
 
 
+ROWS = RNG.standard_normal((2, 19, 4)).swapaxes(1, 2)[:, ::-1]  # of no contiguous memory
+# Functions of arrays, the arrays that have gradients, and more options.
+LEARNED = {
+    "added": (lambda s, b, h, i, j: s + TABLE[h, i - j + 3], [TABLE], {"causal": True}),
+    "many ways": (
+        lambda s, b, h, i, j: pyflash.tanh(s * ROWS[b, h, i]) * TABLE[h, j] + pyflash.exp(TABLE[0, 5] * ROWS[1, 0, 0]),
+        [ROWS, TABLE],
+        {"softcap": 2.0, "bias": RNG.standard_normal((19, 23))},
+    ),
+    "beside integers": (
+        lambda s, b, h, i, j: pyflash.where(IDS[i] == IDS[j], s, s * TABLE[h, IDS[j]]),
+        [TABLE],
+        {"mask_mod": lambda b, h, i, j: (ROWS[b, h, i] > -1) & (j > 2)},
+    ),
+    "by steps alone": (lambda s, b, h, i, j: s + pyflash.floor(TABLE[h, j]), [TABLE], {}),
+    "none": (lambda s, b, h, i, j: s * IDS[j], [], {}),
+    "with dropout": (lambda s, b, h, i, j: s * TABLE[h, i], [TABLE], {"dropout_p": 0.3, "seed": 7}),
+    "lengths": (lambda s, b, h, i, j: s + TABLE[h, j] * ROWS[b, h, i], [TABLE, ROWS], {"seqused_k": [20, 9]}),
+}
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_gradients_of_what_a_function_captures(name):
+    """By difference quotients, along the axes of the arrays together."""
+    function, arrays, options = LEARNED[name]
+    call, step = {"score_mod": function, **options}, 1e-6
+
+    def loss(arrays_step: float) -> float:
+        for array, direction in zip(arrays, directions, strict=True):
+            array += arrays_step * direction
+        found = reference.attention(Q, K, V, **call)[0]
+        for array, direction in zip(arrays, directions, strict=True):
+            array -= arrays_step * direction
+        return (found * DOUT).sum()
+
+    out, lse = pyflash.flash_attention(Q, K, V, return_lse=True, **call)
+    call = {**call, "return_dscore_mod": True}
+    *others, found = pyflash.flash_attention_backward(DOUT, Q, K, V, out, lse, **call)
+    del call["return_dscore_mod"]
+    plain = pyflash.flash_attention_backward(DOUT, Q, K, V, out, lse, **call)
+    *_, right = reference.attention_backward(DOUT, Q, K, V, return_dscore_mod=True, **call)
+    assert all(np.array_equal(x, y) for x, y in zip(others, plain, strict=True))
+    assert isinstance(found, tuple) and [x.shape for x in found] == [x.shape for x in arrays]
+    for got, expected in zip(found, right, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-11)
+    for _ in range(3):
+        directions = [RNG.standard_normal(array.shape) for array in arrays]
+        quotient = (loss(step) - loss(-step)) / (2 * step)
+        along = sum((x * d).sum() for x, d in zip(found, directions, strict=True))
+        assert along == pytest.approx(quotient, rel=2e-6, abs=1e-8)
+
+
+def test_gradients_of_what_packed_sequences_have_in_common():
+    q, k, v, dout = (a.reshape(-1, *a.shape[2:]) for a in (Q, K, V, DOUT))
+    call = {"cu_seqlens_q": [0, 19, 30, 38], "cu_seqlens_k": [0, 23, 24, 46]}
+    call["score_mod"] = lambda s, b, h, i, j: s * TABLE[h, b] + TABLE[h, i - j + 11]
+    out, lse = pyflash.flash_attention_varlen(q, k, v, return_lse=True, **call)
+    call["return_dscore_mod"] = True
+    *_, (found,) = pyflash.flash_attention_varlen_backward(dout, q, k, v, out, lse, **call)
+    *_, (right,) = reference.attention_varlen_backward(dout, q, k, v, **call)
+    np.testing.assert_allclose(found, right, rtol=1e-9, atol=1e-11)
+    assert np.abs(found).sum() > 1
+
+
+def test_an_array_of_two_names_has_one_gradient():
+    again = TABLE
+    q, k, v, dout = (a.astype(np.float32) for a in (Q, K, V, DOUT))
+    call = {"score_mod": lambda s, b, h, i, j: s + again[h, i] * TABLE[h, j]}
+    out, lse = pyflash.flash_attention(q, k, v, return_lse=True, **call)
+    *_, found = pyflash.flash_attention_backward(dout, q, k, v, out, lse, return_dscore_mod=True, **call)
+    *_, right = reference.attention_backward(dout, q, k, v, return_dscore_mod=True, **call)
+    assert len(found) == 1 and found[0].dtype == TABLE.dtype
+    np.testing.assert_allclose(found[0], right[0], rtol=1e-4, atol=1e-4)
+
+
+def test_no_gradients_without_a_function():
+    with pytest.raises(ValueError, match="^return_dscore_mod: got True, takes False where score_mod is None"):
+        pyflash.flash_attention_backward(DOUT, Q, K, V, DOUT, np.ones((2, 4, 19)), return_dscore_mod=True)
+    with pytest.raises(TypeError, match="^return_dscore_mod: got 1, takes True or False"):
+        pyflash.flash_attention_backward(DOUT, Q, K, V, DOUT, np.ones((2, 4, 19)), return_dscore_mod=1)
+
+
 REFUSED = {
     "if": (lambda s, b, h, i, j: s if i > j else 0, "bool.*pyflash.where"),
     "and": (lambda s, b, h, i, j: pyflash.where(i > j and h == 0, s, 0), "bool.*& [|] ~"),
