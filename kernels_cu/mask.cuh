@@ -97,6 +97,10 @@ __device__ __forceinline__ TileRange q_range(const Params& p, int n0) {
   return range;
 }
 
+// How many queries, and keys, a block mask is made for; with VARLEN those of the longest sequence.
+__device__ __forceinline__ int mask_queries(const Params& p) { return VARLEN ? p.max_seqlen_q : p.seqlen_q; }
+__device__ __forceinline__ int mask_keys(const Params& p) { return VARLEN ? p.max_seqlen_k : p.seqlen_k; }
+
 // A block mask lists the blocks of MASK_BLOCK_M queries and MASK_BLOCK_N keys that are not empty, in rising order. Walked
 // by tiles, of which PER_BLOCK make a block, position i of a walk is tile i % PER_BLOCK of block i / PER_BLOCK of its list;
 // without a block mask it is tile i.
@@ -106,10 +110,11 @@ template <int PER_BLOCK> struct BlockList {
 
   BlockList() = default;
   // List number `block` of a head: its length, then the entries, of which there may be `most`.
-  __device__ __forceinline__ BlockList(const int* lists, const i64 (&stride)[2], const Head& at, int block, int most) {
+  __device__ __forceinline__ BlockList(const Params& p, const int* lists, const i64 (&stride)[2], const Head& at, int block,
+                                       int most) {
     if constexpr (cfg::BLOCK_MASK) {
       const int* list = lists + at.batch * stride[0] + at.head * stride[1] + block * (i64)(1 + most);
-      entries = list + 1, count = list[0];
+      entries = list + 1, count = VARLEN && p.no_sequence ? 0 : list[0];
     }
   }
   __device__ __forceinline__ int tile(int i) const {
@@ -142,7 +147,7 @@ struct KeyWalk {
   __device__ __forceinline__ KeyWalk() : begin(0), end(0) {}
   __device__ __forceinline__ KeyWalk(const Params& p, const Head& at, int m0, int rows = cfg::TILE_M)
     : range(kv_range(p, m0, rows)),
-      list(p.key_blocks, p.key_blocks_stride, at, m0 / cfg::MASK_BLOCK_M, ceil_div(p.seqlen_k, cfg::MASK_BLOCK_N)),
+      list(p, p.key_blocks, p.key_blocks_stride, at, m0 / cfg::MASK_BLOCK_M, ceil_div(mask_keys(p), cfg::MASK_BLOCK_N)),
       begin(list.before(range.begin)), end(list.before(range.end)) {}
   __device__ __forceinline__ int tile(int i) const { return list.tile(i); }
   // Key number i of those of the tiles in the order of the walk, from position 0 on.
@@ -229,8 +234,8 @@ struct QueryWalk {
  private:
   using List = BlockList<cfg::MASK_BLOCK_M / cfg::TILE_M>;
   __device__ __forceinline__ List list(const Params& p, int group_head) const {
-    return {p.query_blocks, p.query_blocks_stride, {first.batch, first.head + group_head}, n_block,
-            ceil_div(p.seqlen_q, cfg::MASK_BLOCK_M)};
+    return {p, p.query_blocks, p.query_blocks_stride, {first.batch, first.head + group_head}, n_block,
+            ceil_div(mask_queries(p), cfg::MASK_BLOCK_M)};
   }
   __device__ __forceinline__ QueryVisit at(const List& list, int group_head, int position, int end) const {
     return {group_head, position, list.tile(position), list.hides(position), end};

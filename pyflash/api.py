@@ -86,7 +86,7 @@ def flash_attention(
         ``f(batch, head, q_idx, kv_idx)``, made in the same way, says which query sees which key.
     block_mask : BlockMask, optional
         What `pyflash.block_mask` made of a mask_mod, in place of that: blocks of the scores that it hides are not
-        computed, and the function is not asked about those that it leaves full. Not with `seqused_q`, `seqused_k`.
+        computed, and the function is not asked about those that it leaves full.
     dropout_p : float
         The probability with which a probability is dropped after the softmax; the others are divided by 1 - dropout_p.
     seed : int, optional

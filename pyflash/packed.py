@@ -27,6 +27,7 @@ def flash_attention_varlen(
     sinks=None,
     score_mod=None,
     mask_mod=None,
+    block_mask=None,
     dropout_p=0.0,
     seed=None,
     return_lse=False,
@@ -47,8 +48,8 @@ def flash_attention_varlen(
     cu_seqlens_k : the same, optional
         And these keys. Default: as cu_seqlens_q.
     max_seqlen_q, max_seqlen_k : int, optional
-        The longest sequence, or more. Never needed but where cu_seqlens_* lie on the GPU and `bias` or `mask` differ
-        along queries or keys; a hint for speed otherwise.
+        The longest sequence, or more. Never needed but where cu_seqlens_* lie on the GPU and there is a `block_mask`,
+        or a `bias` or `mask` that differs along queries or keys; a hint for speed otherwise.
     seqused_q, seqused_k : integer arrays (batch,), or lists, optional
         How many queries, and keys, of each sequence exist: the first so many. The others give 0, an lse of -inf, and
         gradients of 0.
@@ -56,6 +57,9 @@ def flash_attention_varlen(
         As for `flash_attention`: `batch` is the number of sequences, and all positions are those in a sequence.
     bias, mask : arrays, optional
         As for `flash_attention`: they broadcast to (batch, heads_q, max_seqlen_q, max_seqlen_k).
+    block_mask : BlockMask, optional
+        As for `flash_attention`, made for max_seqlen_q queries and max_seqlen_k keys: of each sequence, from its first
+        on. Documents within a sequence are such a mask; sequences see nothing of each other anyway.
     return_lse : bool
         Also return lse.
     out : array (tokens_q, heads_q, head_dim_v), optional
@@ -82,6 +86,7 @@ def flash_attention_varlen(
         "sinks": sinks,
         "score_mod": score_mod,
         "mask_mod": mask_mod,
+        "block_mask": block_mask,
         "dropout_p": dropout_p,
     }
     lengths = _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
@@ -112,6 +117,7 @@ def flash_attention_varlen_backward(
     sinks=None,
     score_mod=None,
     mask_mod=None,
+    block_mask=None,
     dropout_p=0.0,
     seed=None,
     dlse=None,
@@ -127,7 +133,7 @@ def flash_attention_varlen_backward(
     dout : array (tokens_q, heads_q, head_dim_v)
         The gradient of out.
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
-    softmax_scale, causal, window, softcap, alibi_slopes, bias, mask, sinks, score_mod, mask_mod,
+    softmax_scale, causal, window, softcap, alibi_slopes, bias, mask, sinks, score_mod, mask_mod, block_mask,
     dropout_p, seed
         As they were in the forward call.
     out, lse
@@ -158,6 +164,7 @@ def flash_attention_varlen_backward(
         "sinks": sinks,
         "score_mod": score_mod,
         "mask_mod": mask_mod,
+        "block_mask": block_mask,
         "dropout_p": dropout_p,
     }
     lengths = _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)

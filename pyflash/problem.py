@@ -104,10 +104,11 @@ class Problem:
 
     @property
     def gaps(self) -> bool:
-        """Whether sequences may be shorter than the room that they have. Where elements of arrays belong to positions,
+        """Whether sequences may be shorter than the room that they have. Where elements or blocks belong to positions,
         too, so that none are looked for behind the longest sequence."""
         names = dict(self.tensors).keys()
-        return bool(names & set(sequences.USED)) or (self.packed and bool(names & {"bias", "mask"}))
+        listed = names & {"bias", "mask"} or self.option("block_mask")
+        return bool(names & set(sequences.USED)) or (self.packed and bool(listed))
 
     @property
     def varlen(self) -> bool:
@@ -364,8 +365,6 @@ def make(
     if not backward and "o" in tensors and tensors["o"].overlaps_itself():
         check.fail("o", f"strides {tensors['o'].strides} for shape {outs}", "an array whose elements do not overlap")
     sizes = features.Sizes(batch, heads_q, seqlen_q, seqlen_k)
-    if "block_mask" in dict(on) and (lengths := [name for name in sequences.ARRAYS if name in tensors]):
-        check.fail("block_mask", f"one where there is {lengths[0]}", "None there; its mask_mod works, as mask_mod")
     for name, value in on:
         if misfit := features.BY_NAME[name].misfit(value, sizes):
             check.fail(name, *misfit)

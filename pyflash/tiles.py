@@ -368,7 +368,7 @@ KERNELS: dict[str, Kernel] = {
             _bwd_sm80(256, 16, 32, 4, 2, (7, 7), 1, _LESS_SMEM),
         ),
         spill_bytes=128,  # deterministic, ragged and scaled first, for compute capability 10.0; others nothing
-        option_spill_bytes=576,  # mask: places of elements
+        option_spill_bytes=672,  # a block mask of packed sequences, on compute capability 8.0; a mask 576
     ),
     "bwd_sm90": Kernel(
         dtypes=_HALF,

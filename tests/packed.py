@@ -162,6 +162,15 @@ PACKED: dict[str, Packed] = {
     "bias, mask": Packed(case=Case(options=(("bias", "of every element"), ("mask", "of every element")))),
     "bias of keys, dropout": Packed(case=Case(options=(("bias", "of keys"), ("dropout_p", 0.3)), seed=3), padded=True),
     "functions": Packed(case=Case(options=(("score_mod", "every operation"), ("mask_mod", "documents")))),
+    "blocks": Packed(
+        (150, 0, 290, 9), (300, 130, 260, 0), Case(heads_q=4, options=(("block_mask", "near or first"),), dlse=True)
+    ),
+    "blocks, padded, causal": Packed(
+        (150, 0, 290), (300, 0, 130), Case(heads_q=4, options=(*CAUSAL, ("block_mask", "documents"))), padded=True
+    ),
+    "blocks, gaps": Packed(
+        (150, 300, 1), (300, 60, 130), Case(options=(("block_mask", "near or first, larger blocks"),)), room=(70, 3)
+    ),
     "grouped, wide heads": Packed((9, 130), (131, 70), Case(heads_q=6, heads_kv=2, head_dim=192, head_dim_v=256)),
     "odd heads": Packed((9, 130), (131, 70), Case(heads_q=4, head_dim=37, head_dim_v=81, options=CAUSAL)),
 }
@@ -174,11 +183,10 @@ def packed(draw, *, tile: int = 64, dtypes=("float32", "float64"), max_head_dim:
     case = draw(cases(tile=tile, dtypes=dtypes, max_head_dim=max_head_dim))
     # Where all scores are equal the error is a matter of luck, for ordinary attention too.
     values = draw(st.sampled_from(["normal", "times 3", "rising", "row levels", "sharp"]))
-    options = tuple((name, kind) for name, kind in case.options if name != "block_mask")  # not taken
     batch = draw(st.integers(0, 4))
     queries, keys = (tuple(draw(st.lists(length, min_size=batch, max_size=batch))) for _ in range(2))
     return Packed(
-        queries, keys, replace(case, options=options, layouts=("contiguous",) * 4, values=values),
+        queries, keys, replace(case, layouts=("contiguous",) * 4, values=values),
         room=draw(st.sampled_from([(0, 0), (0, 0), (3, 0), (0, tile), (tile - 1, 5)])),
         padded=draw(st.booleans()),
         offsets=draw(st.sampled_from(["int32", "int64"])),

@@ -208,6 +208,11 @@ def packed(
     for name in [name for name in options if features.BY_NAME[name].is_array]:
         allowed = features.BY_NAME[name].dtypes(dtype, problem.REAL_DTYPES[problem.DTYPES[dtype].real])
         given[name] = contiguous(options.pop(name), allowed[0])
+    if blocks := options.get("block_mask"):
+        most = tokens if max_seqlen is None else max_seqlen
+        options["block_mask"] = blocks._replace(seqlen_q=most, seqlen_k=most)
+    functions, captured = traced(options)
+    options, given = options | functions, given | captured
     call = {"options": options, "longest": (max_seqlen, max_seqlen)}
     made = problem.make(given, backward=False, wants_lse=True, **call)
     if not backward:

@@ -108,7 +108,12 @@ def _problems(family: str) -> Iterable[Problem]:
 
 
 # Where lengths of sequences differ.
-PACKED_OPTIONS = ({}, {"causal": True}, {"window": (4000, 50), "softcap": 30.0, "alibi_slopes": (4,)})
+PACKED_OPTIONS = (
+    {},
+    {"causal": True},
+    {"window": (4000, 50), "softcap": 30.0, "alibi_slopes": (4,)},
+    {"block_mask": BLOCKS},
+)
 
 
 def _packed_problems(family: str) -> Iterable[Problem]:

@@ -145,6 +145,23 @@ def test_offsets_that_lie_touch_nothing_else(family, direction, lie):
             assert (rest == (-np.inf if name == "lse" else 0)).all(), name
 
 
+@pytest.mark.parametrize("lie", ["far past the end", "falling"])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_offsets_that_lie_touch_no_other_list(family, direction, lie):
+    """Of a block mask, where what no sequence has is longer than any."""
+    case = Case(options=(("block_mask", "near or first"),))
+    which = taken(family, Packed((10, 140, 50), (20, 150, 30), case), 1)
+    arrays = inputs(which, direction)
+    for side in "qk":
+        arrays[f"cu_seqlens_{side}"] = np.array(LIES[lie], "int32")
+    run(plan_or_skip(family, direction, which, arrays), arrays, which, seed=2)
+    for side in "qk":
+        arrays[f"cu_seqlens_{side}"] = np.array([0, 0, 0, 0], "int32")
+    results = run(plan_or_skip(family, direction, which, arrays), arrays, which, seed=2)
+    assert not any(result.any() for name, result in results.items() if name != "lse")
+
+
 @pytest.mark.parametrize("garbage", [np.nan, np.inf])
 @pytest.mark.parametrize("options", [(), CAUSAL], ids=["full", "causal"])
 @pytest.mark.parametrize("direction", DIRECTIONS)

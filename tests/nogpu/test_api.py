@@ -294,12 +294,11 @@ def test_signatures():
     returns = ", ".join(f"return_d{f.name}=False" for f in features.FEATURES if f.has_gradient)
     gradients = f"dlse=None, deterministic=False, {returns}"
     assert str(backward) == f"(dout, q, k, v, out, lse, *, {options}, {used}, {gradients})"
-    packed = options.replace("block_mask=None, ", "")  # tiles of a mask for sequences alike
     offsets = f"cu_seqlens_q, cu_seqlens_k=None, *, max_seqlen_q=None, max_seqlen_k=None, {used}"
     varlen = inspect.signature(pyflash.flash_attention_varlen)
-    assert str(varlen) == f"(q, k, v, {offsets}, {packed}, return_lse=False, out=None)"
+    assert str(varlen) == f"(q, k, v, {offsets}, {options}, return_lse=False, out=None)"
     varlen = inspect.signature(pyflash.flash_attention_varlen_backward)
-    assert str(varlen) == f"(dout, q, k, v, out, lse, {offsets}, {packed}, {gradients})"
+    assert str(varlen) == f"(dout, q, k, v, out, lse, {offsets}, {options}, {gradients})"
 
 
 @pytest.mark.parametrize("name", pyflash.__all__)

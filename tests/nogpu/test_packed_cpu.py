@@ -129,15 +129,17 @@ def test_bad_shapes_of_packed_arrays():
         pyflash.flash_attention(np.ones((2, 5, 2, 8)), np.ones((2, 7, 2, 8)), np.ones((2, 7, 2, 8)), seqused_k=[3, 8])
 
 
-def test_block_masks_are_of_sequences_alike():
-    q = np.random.default_rng(0).standard_normal((2, 5, 4, 8), np.float32)
-    blocks = pyflash.block_mask(lambda batch, head, q_idx, kv_idx: q_idx >= kv_idx, 1, 1, 5, 5, like=q)
-    message = "block_mask: got one where there is seqused_k, takes None there; its mask_mod works, as mask_mod"
-    call = {"seqused_k": [5, 3], "block_mask": blocks}
+def test_block_masks_are_of_the_longest_sequence():
+    q = np.random.default_rng(0).standard_normal((10, 4, 8), np.float32)
+
+    def blocks(length: int):
+        return pyflash.block_mask(lambda batch, head, q_idx, kv_idx: q_idx >= kv_idx, 1, 1, length, length, like=q)
+
+    call = {"cu_seqlens_q": [0, 7, 10]}
+    expected = pyflash.flash_attention_varlen(q, q, q, causal=True, **call)
+    assert np.array_equal(pyflash.flash_attention_varlen(q, q, q, block_mask=blocks(7), **call), expected)
+    call["max_seqlen_q"] = 9
+    assert np.array_equal(pyflash.flash_attention_varlen(q, q, q, block_mask=blocks(9), **call), expected)
+    message = "block_mask: got one for (1, 1, 7, 7), takes one for (2, 4, 9, 9), or with batch or heads of 1"
     with pytest.raises(ValueError, match="^" + re.escape(message)):
-        pyflash.flash_attention(q, q, q, **call)
-    with pytest.raises(ValueError, match="^" + re.escape(message)):
-        pyflash.flash_attention_backward(q, q, q, q, q, np.ones((2, 4, 5), np.float32), **call)
-    given = {**call, "block_mask": None, "mask_mod": blocks.mask_mod}
-    listed = {**call, "block_mask": None, "mask": np.tri(5, dtype=bool)}
-    assert np.array_equal(pyflash.flash_attention(q, q, q, **given), pyflash.flash_attention(q, q, q, **listed))
+        pyflash.flash_attention_varlen(q, q, q, block_mask=blocks(7), **call)
