@@ -1,0 +1,62 @@
+"""Gradients of the arrays that a score_mod captures, on a GPU: against the oracle, for CuPy and torch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from cases import CAUSAL, Case
+from runs import DTYPES, compile_ahead, cp, guarded
+
+import pyflash
+from pyflash import debug, reference
+
+CASE = Case(2, 600, 700, 4, 2, 128, 128, options=CAUSAL, dlse=True)
+RNG = np.random.default_rng(0)
+DISTANCES, SCALES = RNG.standard_normal((4, 256)), RNG.uniform(0.5, 1, (2, 4))
+
+
+def added(distances, scales):
+    return lambda s, b, h, i, j: s + distances[h, pyflash.minimum(pyflash.abs(i + 100 - j), 255)]
+
+
+def scaled(distances, scales):
+    return lambda s, b, h, i, j: pyflash.tanh(s * scales[b, h]) + distances[h, j % 256]
+
+
+FUNCTIONS = {"added": added, "scaled": scaled}
+RUNS = [(family, name) for family in DTYPES for name in FUNCTIONS if (family, name) != ("sm90", "scaled")]
+
+
+def run(family: str, name: str):
+    """dq, dk, dv, and what belongs to the arrays, float32 and of q's type."""
+    case = Case(**{**CASE.__dict__, "dtype": DTYPES[family][0]})
+    with guarded(), debug.families(family):
+        arrays = case.arrays(cp)
+        q, k, v = (arrays[x] for x in "qkv")
+        captured = cp.asarray(DISTANCES, np.float32), cp.asarray(SCALES, q.dtype)
+        options = {"causal": True, "score_mod": FUNCTIONS[name](*captured)}
+        out, lse = pyflash.flash_attention(q, k, v, return_lse=True, **options)
+        given = arrays["dout"], q, k, v, out, lse
+        options |= {"dlse": arrays["dlse"], "return_dscore_mod": True}
+        *gradients, of_captured = pyflash.flash_attention_backward(*given, **options)
+        return case, [cp.asnumpy(x) for x in (*gradients, *of_captured)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_ahead():
+    compile_ahead(lambda x=x: run(*x) for x in RUNS)
+
+
+@pytest.mark.parametrize(("family", "name"), RUNS)
+def test_gradients_of_what_a_function_captures(family, name):
+    case, found = run(family, name)
+    arrays = case.arrays()
+    captured = DISTANCES.astype(np.float32), SCALES.astype(arrays["q"].dtype)
+    given = (arrays[x].astype(np.float64) for x in ("dout", "q", "k", "v"))
+    options = {"causal": True, "score_mod": FUNCTIONS[name](*captured), "dlse": arrays["dlse"]}
+    *gradients, of_captured = reference.attention_backward(*given, return_dscore_mod=True, **options)
+    bar = 0.02 if arrays["q"].dtype.itemsize == 2 else 1e-4
+    for got, right in zip(found, (*gradients, *of_captured), strict=True):
+        error = got.astype(np.float64) - right
+        assert np.sqrt(np.mean(error**2)) <= bar * np.sqrt(np.mean(right**2))
+        assert np.abs(error).max() <= 4 * bar * np.abs(right).max()
