@@ -7,6 +7,7 @@
 #pragma once
 #include "sequences.cuh"
 #include "softmax.cuh"
+#include "sums.cuh"
 
 constexpr bool BOUND_LEFT = cfg::WINDOW_LEFT, BOUND_RIGHT = cfg::CAUSAL || cfg::WINDOW_RIGHT;
 // Whether kv_range depends on the rows. If not, all warps of a query tile walk the same key tiles.
@@ -34,8 +35,9 @@ namespace mod {
 __device__ Real score_mod(const Params& p, Real score, int batch, int head, int q_idx, int kv_idx);
 __device__ Real score_mod_slope(const Params& p, Real score, int batch, int head, int q_idx, int kv_idx);
 __device__ bool mask_mod(const Params& p, int batch, int head, int q_idx, int kv_idx);
-// Adds to the gradients of what score_mod captures, from ds of what it makes of the score.
-__device__ void score_mod_scatter(const Params& p, Real score, Real ds, int batch, int head, int q_idx, int kv_idx);
+// Adds to the gradients of what score_mod captures, by cfg::SCATTERS sums, from ds of what it makes of the score.
+__device__ void score_mod_scatter(const Params& p, RunningSum<Real>* sums, Real score, Real ds, int batch, int head,
+                                  int q_idx, int kv_idx);
 }  // namespace mod
 
 __device__ __forceinline__ int window_right(const Params& p) { return cfg::CAUSAL ? 0 : p.window_right; }
@@ -355,7 +357,7 @@ __device__ __forceinline__ bool visible(const Params& p, int q_idx, int kv_idx, 
 constexpr bool KEEPS_SCORES = cfg::SCORE_MOD || (cfg::SOFTCAP && sizeof(cfg::Element) > 2);
 
 // Whether gradient() adds to sums that a launch before has begun.
-constexpr bool ADDS_TO_SUMS = cfg::BIAS || cfg::DSCORE_MOD;
+constexpr bool ADDS_TO_SUMS = cfg::BIAS || cfg::SCATTERS;
 
 // What the softmax of a row starts from, in units of log2.
 __device__ __forceinline__ Real row_start(const Params& p, const Head& at) {
@@ -398,6 +400,7 @@ struct Scorer {
   const cfg::Bias* bias;  // BIAS: of the element
   Head at;
   int q_idx, kv_idx;
+  mutable RunningSums<Real, cfg::SCATTERS> sums;
 
   __device__ __forceinline__ Scorer(const Params& p, const Head& at, int q_idx, int kv_idx) : p(p) {
     if constexpr (cfg::ALIBI) {
@@ -516,10 +519,10 @@ struct Scorer {
   }
   // What is hidden or does not exist has no weight.
   __device__ __forceinline__ void scatter(Real weight, Real ds, Real qk, int q_offset, int kv_offset) const {
-    if constexpr (cfg::DSCORE_MOD) {
+    if constexpr (cfg::SCATTERS) {
       const int query = q_idx + q_offset, key = kv_idx + kv_offset;
       const Real score = unmodified(qk, q_offset, kv_offset);
-      if (weight != 0) mod::score_mod_scatter(p, score, ds, at.batch, at.head, query, key);
+      if (weight != 0) mod::score_mod_scatter(p, sums.of, score, ds, at.batch, at.head, query, key);
     }
   }
   __device__ __forceinline__ void add_to_dbias(Real weight, Real ds, int q_offset, int kv_offset) const {

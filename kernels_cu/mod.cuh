@@ -1,6 +1,7 @@
 // What functions that a user wrote are made of, in programs that have such functions: trace.py writes them below this.
 #pragma once
 #include "softmax.cuh"
+#include "sums.cuh"
 
 namespace mod {
 using Real = Dtype<cfg::Element>::Real;
@@ -25,12 +26,12 @@ __device__ __forceinline__ auto load(const void* array, const i64 (&stride)[4], 
 
 // Adds to the element that load reads of the same indices, in a contiguous array, if that is wanted.
 template <class... Index>
-__device__ __forceinline__ void scatter(Real* array, const int (&size)[4], Real x, Index... index) {
+__device__ __forceinline__ void scatter(RunningSum<Real>& sum, Real* array, const int (&size)[4], Real x, Index... index) {
   if (!array) return;
   i64 place = 0;
   int d = 0;
   ((place = place * size[d] + along(index, size[d], 1), d++), ...);
-  atomicAdd(array + place, x);
+  sum.add(array + place, x);
 }
 
 // Rounded down, as in Python; 0 where the divisor is.

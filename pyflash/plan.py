@@ -192,7 +192,7 @@ def _score_config(problem: Problem, name: str, row: Row) -> dict[str, object]:
         "MASK_BLOCK_N": blocks.block_k if blocks else row.tile_n,
         **unit,
         **features.flags(problem.on),
-        "DSCORE_MOD": sums.scatters(problem),
+        "SCATTERS": sums.scatters(problem),
     }
 
 
@@ -569,7 +569,7 @@ def _backward(problem: Problem, device: Device, family: str, notes: tuple[str, .
     if not through_accum:
         every = {**given, **{n: tensors[n] for n in ("dq", "dk", "dv")}}
         dq = _launch(problem, device, name, every, ("delta", *more.pointers), per_query_tile, {"PHASE_DQ": True})
-        phase = {"PHASE_DQ": False, "DSCORE_MOD": False}
+        phase = {"PHASE_DQ": False, "SCATTERS": 0}
         dkdv = _launch(problem, device, name, every, ("delta",), per_key_tile, phase)
         return _finish(problem, family, [delta, *more.before, dq, dkdv, *more.after], every_piece, notes)
     main = _launch(

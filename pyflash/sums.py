@@ -17,9 +17,9 @@ def wanted(problem: Problem) -> dict[str, Tensor]:
     return {name: tensors[name] for name in NAMES if name in tensors}
 
 
-def scatters(problem: Problem) -> bool:
-    """Whether some are of what score_mod captures."""
-    return any(name != "dbias" for name in wanted(problem))
+def scatters(problem: Problem) -> int:
+    """How many sums a score takes part in for those of what score_mod captures."""
+    return len(problem.option("score_mod").scatters) if any(name != "dbias" for name in wanted(problem)) else 0
 
 
 def check_deterministic(problem: Problem) -> None:

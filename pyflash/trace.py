@@ -148,8 +148,9 @@ class Graph:
                 continue
             array = f"mod_array_{value[0]}" if operation in ("load", "scatter") else None
             if operation == "scatter":
+                sums = f"sums[{names.count(None)}]"
                 names.append(None)
-                lines.append(f"  scatter({', '.join([f'p.d{array}', f'p.{array}_size', *of])});")
+                lines.append(f"  scatter({', '.join([sums, f'p.d{array}', f'p.{array}_size', *of])});")
                 continue
             if operation == "cast":
                 text = f"{_KINDS[kind][0]}({of[0]})"
@@ -162,7 +163,8 @@ class Graph:
             lines.append(f"  const {_KINDS[kind][0]} {names[-1]} = {text};")
         arguments = ", ".join(f"{'Real' if x in ('score', 'ds') else 'int'} {x}" for x in inputs)
         result = _KINDS[self.nodes[-1].kind][0] if names[-1] else "void"
-        head = f"__device__ __forceinline__ {result} {name}(const Params& p, {arguments}) {{"
+        sums = "" if names[-1] else "RunningSum<Real>* sums, "
+        head = f"__device__ __forceinline__ {result} {name}(const Params& p, {sums}{arguments}) {{"
         return "\n".join([head, *lines, *([f"  return {names[-1]};"] if names[-1] else []), "}"])
 
 
@@ -204,10 +206,14 @@ class Mod(NamedTuple):
     arrays: tuple = ()
 
     @property
+    def scatters(self) -> tuple[Node, ...]:
+        nodes = self.scatter.nodes if self.scatter else ()
+        return tuple(node for node in nodes if node.operation == "scatter")
+
+    @property
     def differentiable(self) -> tuple[int, ...]:
         """The places of the arrays that have gradients."""
-        nodes = self.scatter.nodes if self.scatter else ()
-        return tuple(sorted({node.value[0] for node in nodes if node.operation == "scatter"}))
+        return tuple(sorted({node.value[0] for node in self.scatters}))
 
     @property
     def adds(self) -> bool:

@@ -136,7 +136,7 @@ def _variant(launch: Launch, device: Device, problem: Problem) -> Variant:
     order = (problem.head_dim > problem.head_dim_v) - (problem.head_dim < problem.head_dim_v)
     traits = {(row, "arch", device.arch), (row, "head_dim to head_dim_v", order)}
     for flag, value in cfg.items():
-        if isinstance(value, bool) or flag in ("Element", "PACK"):
+        if isinstance(value, bool) or flag in ("Element", "PACK", "SCATTERS"):
             traits.add((launch.kernel if flag in OPTION_FLAGS else row, flag, value))
     return Variant(launch, device, problem, name, row, frozenset(traits))
 
