@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple
 
-import numpy as np
-
-from . import arrays, cpu, debug, device, entry, feature, features, problem, sequences
+from . import arrays, debug, device, entry, feature, features, problem, sequences
 from . import explain as explanation
 from .blocks import BlockMask, Blocks
-from .errors import Unsupported
-from .launch import SEED, WORKSPACE, Executable
-from .plan import plan
+from .dispatch import check_sequences, filled, read, run, tensors_of
+from .launch import Executable
 from .plan_blocks import MaskProblem, plan_blocks
 from .tiles import FAMILIES
 from .trace import trace
@@ -150,7 +144,7 @@ def attend(q, k, v, softmax_scale, options, seed, lengths, return_lse, out, dete
         results = glue.traced(q, k, v, _named(softmax_scale, options, seed, lengths), deterministic)
         return results if return_lse else results[0]
     given = {"q": q, "k": k, "v": v} if out is None else {"q": q, "k": k, "v": v, "o": out}
-    call = _read(given, softmax_scale, options, seed, lengths)
+    call = read(given, softmax_scale, options, seed, lengths)
     if seed is None and options.get("dropout_p"):
         call = call._replace(seed=call.kind.seed())
     if call.kind.autograd:
@@ -171,6 +165,12 @@ def _refuse(out) -> None:
         raise ValueError(
             "out: got a tensor, takes None where q, k or v requires grad, under autocast, and in torch.compile"
         )
+
+
+def _named(softmax_scale, options: dict, seed, lengths: dict) -> dict[str, object]:
+    """The options of a call that torch traces."""
+    seed = None if seed is None else features.check_seed(seed)
+    return {"softmax_scale": softmax_scale, **options, "seed": seed, **lengths}
 
 
 def flash_attention_backward(
@@ -274,7 +274,7 @@ def differentiate(dout, q, k, v, out, lse, dlse, softmax_scale, options, seed, l
     given = {"q": q, "k": k, "v": v, "dout": dout, "o": out, "lse": lse}
     if dlse is not None:
         given["dlse"] = dlse
-    call = _read(given, softmax_scale, options, seed, lengths)
+    call = read(given, softmax_scale, options, seed, lengths)
     results = run(call, given, backward=True, deterministic=deterministic, gradients=gradients)
     scalars = dict(call.scalars) if gradients else {}
     more = [features.BY_NAME[name].gradient(scalars.get(name), results) for name in gradients]
@@ -346,14 +346,14 @@ def explain(
     given = {"q": q, "k": k, "v": v}
     lengths = sequences.named(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
     lengths = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in lengths.items()}
-    asked = _read(given, softmax_scale, options, seed, lengths)
+    asked = read(given, softmax_scale, options, seed, lengths)
     kind = asked.kind
     seen = arrays.Inspected(kind, given)
-    tensors = _tensors(kind, seen.keys)
+    tensors = tensors_of(kind, seen.keys)
     tensors |= {name: problem.contiguous(host.shape, "int32") for name, host in asked.hosts.items()}
     call = {"softmax_scale": asked.softmax_scale, "options": dict(asked.scalars), "longest": asked.longest}
     made = problem.make(tensors, backward=False, wants_lse=True, **call)
-    _check_sequences(asked, made)
+    check_sequences(asked, made)
     if backward:
         made = problem.make(problem.backward_tensors(made), backward=True, deterministic=deterministic, **call)
     here = device.present(seen.device_id()) if kind.gpu else None
@@ -402,14 +402,14 @@ def block_mask(mask_mod, batch, heads, seqlen_q, seqlen_k, *, block_q=128, block
         raise ValueError("like: got None, takes an array, such as q, where mask_mod captures none")
     kind = arrays.common_kind(given)
     seen, like = arrays.Inspected(kind, given), next(reversed(given.values()))
-    tensors = {name: tensor for name, tensor in _tensors(kind, seen.keys).items() if name != "like"}
+    tensors = {name: tensor for name, tensor in tensors_of(kind, seen.keys).items() if name != "like"}
     asked = MaskProblem(made, mod._replace(arrays=()), tuple(tensors.items()))
     if kind.gpu:
         device_id = seen.device_id()
         gpu = device.present(device_id)
         executable = Executable(plan_blocks(asked, gpu), gpu, device_id)
         forms = {n: kind.form(t.shape, t.dtype) for n, t in asked.tensors if n in asked.outputs}
-        outputs = _launch(kind, executable, seen, forms, like, None)
+        outputs = filled(kind, executable, seen, forms, like, None)
     else:
         outputs = asked.evaluate({name: seen.views[name] for name in tensors})
     kinds, *lists = (kind.wrap(view, like) for view in outputs.values())
@@ -429,178 +429,4 @@ def _count(name: str, value: object, least: int, step: int = 1) -> int:
     )
 
 
-@dataclass(frozen=True)
-class _Prepared:
-    """A call whose checks and plan are done: what to allocate and what to run."""
-
-    problem: problem.Problem
-    forms: dict[str, tuple]  # what Kind.empty makes the outputs of, and the workspace
-    executable: Executable | None  # None: NumPy
-
-
-# Calls seen before, by everything that they depend on besides the arrays' contents and addresses: a repeated call costs
-# a look-up, its outputs and its launches.
-_prepared: dict[tuple, _Prepared] = {}
-_MAX_PREPARED = 4096
-
-
-class _Call(NamedTuple):
-    """What a forward call and its backward have in common besides arrays, checked."""
-
-    kind: arrays.Kind
-    softmax_scale: float | None
-    scalars: tuple[tuple[str, object], ...]  # the features that are on
-    seed: int | None
-    hosts: dict[str, np.ndarray]  # what says where sequences are and lies on the host
-    longest: tuple[int | None, int | None]  # what is known of the longest sequence of queries and keys
-
-
-def _read(given: dict[str, object], softmax_scale, options: dict, seed, lengths: dict) -> _Call:
-    """Check the options of a call. Those that are arrays, and not the host's, join the arrays that are `given`."""
-    scalars, joining = features.parted(features.check(options))
-    given |= joining
-    kind = arrays.common_kind(given)
-    lengths = {name: value for name, value in lengths.items() if value is not None}
-    hosts, longest = _lengths(kind, lengths, given) if lengths else ({}, (None, None))
-    seed = None if seed is None else features.check_seed(seed)
-    return _Call(kind, problem.check_scale(softmax_scale), tuple(scalars.items()), seed, hosts, longest)
-
-
-def _named(softmax_scale, options: dict, seed, lengths: dict) -> dict[str, object]:
-    """The options of a call that torch traces."""
-    seed = None if seed is None else features.check_seed(seed)
-    return {"softmax_scale": softmax_scale, **options, "seed": seed, **lengths}
-
-
-def _tensors(kind: arrays.Kind, keys: dict[str, arrays.Key]) -> dict[str, problem.Tensor]:
-    tensors = {}
-    for name, key in keys.items():
-        try:
-            tensors[name] = kind.tensor(key)
-        except Unsupported as error:
-            raise Unsupported(f"{problem.argument(name)}: {error}") from None
-    return tensors
-
-
-def _lengths(
-    kind: arrays.Kind, lengths: dict[str, object], given: dict[str, object]
-) -> tuple[dict[str, np.ndarray], tuple[int | None, int | None]]:
-    """Of what says where sequences are: copies of the arrays that lie on the host, and what is known of the longest.
-    Those of the GPU join `given`."""
-    hosts = {}
-    for name in (name for name in sequences.ARRAYS if name in lengths):
-        value = lengths[name]
-        host = sequences.on_host(name, value)
-        if host is None:
-            other = arrays.kind_of(value, name)
-            if not other.gpu:
-                host = sequences.on_host(name, np.asarray(other.view(value)))
-            elif other is not kind:
-                raise TypeError(f"{name}: got a {other.name} array, takes a list, a NumPy array or one of {kind.name}")
-        if host is None:
-            given[name] = value
-        else:
-            hosts[name] = host.copy()
-    said = [sequences.check_longest(name, lengths.get(name)) for name in sequences.LONGEST]
-    return hosts, tuple([sequences.longest(hosts, x) if n is None else n for n, x in zip(said, "qk", strict=True)])
-
-
-def _prepare(kind, seen, softmax_scale, scalars, backward, wants_lse, deterministic, gradients, longest) -> _Prepared:
-    made = problem.make(
-        _tensors(kind, seen.keys),
-        backward=backward,
-        softmax_scale=softmax_scale,
-        deterministic=deterministic,
-        wants_lse=wants_lse,
-        gradients=gradients,
-        options=dict(scalars),
-        longest=longest,
-    )
-    executable = None
-    if kind.gpu:
-        device_id = seen.device_id()
-        gpu = device.present(device_id)
-        executable = Executable(plan(made, gpu, debug.FAMILIES or FAMILIES), gpu, device_id)
-    forms = {n: kind.form(made.shape(n), t.dtype) for n, t in made.tensors if n in made.outputs}
-    if executable and executable.plan.workspace:
-        forms[WORKSPACE] = kind.form((executable.plan.workspace_bytes,), "uint8")
-    return _Prepared(made, forms, executable)
-
-
-def run(
-    call: _Call,
-    given: dict[str, object],
-    *,
-    backward: bool = False,
-    wants_lse: bool = False,
-    deterministic: bool = False,
-    gradients: tuple[str, ...] = (),
-) -> dict[str, object]:
-    """Check what depends on the arrays, plan and run. Returns the arrays that were made, by name."""
-    kind, softmax_scale, scalars, seed, hosts, longest = call
-    seen = arrays.Inspected(kind, given)
-    if hosts:  # numbers that this changes are refused below
-        seen.upload(kind, {name: host.astype("int32", order="C") for name, host in hosts.items()})
-    flags = (softmax_scale, scalars, backward, wants_lse, deterministic, gradients, longest)
-    key = (kind.name, *seen.keys, *seen.keys.values(), *flags, debug.FAMILIES)
-    prepared = _prepared.get(key)
-    if prepared is None:
-        if len(_prepared) >= _MAX_PREPARED:
-            _prepared.clear()
-        prepared = _prepared[key] = _prepare(kind, seen, *flags)
-    if hosts:
-        _check_sequences(call, prepared.problem)
-    if not backward and "o" in given:
-        _check_target(kind, seen, prepared.problem)
-    like = given["q"]
-    if prepared.executable is None:
-        made = {name: kind.empty(form, like) for name, form in prepared.forms.items()}
-        _run_numpy(prepared.problem, seen.views | made, seed)
-    else:
-        made = _launch(kind, prepared.executable, seen, prepared.forms, like, seed)
-    return made if kind.direct else {name: kind.wrap(view, like) for name, view in made.items()}
-
-
-entry.forward, entry.backward, entry.run = flash_attention, flash_attention_backward, run
-
-
-def _check_sequences(call: _Call, made: problem.Problem) -> None:
-    rows, bounds = {"q": made.rows_q, "k": made.rows_k}, dict(zip("qk", call.longest, strict=True))
-    sequences.check(call.hosts, made.packed, rows, bounds, made)
-
-
-def _run_numpy(made: problem.Problem, views: dict[str, object], seed: int | None) -> None:
-    run, names = cpu.forward, ("q", "k", "v", "o", "lse")
-    if made.backward:
-        names = ("dout", "q", "k", "v", "o", "lse", "dlse", "dq", "dk", "dv")
-        run = partial(cpu.backward, more={name: views[name] for name in made.outputs if name not in names})
-    options = {**dict(made.options), **views, "seed": seed}
-    on = features.check({name: x for name, x in options.items() if name in features.BY_NAME or name == "seed"})
-    lengths = {name: views[name] for name in sequences.ARRAYS if name in views}
-    run(*(views.get(name) for name in names), softmax_scale=made.softmax_scale, on=on, lengths=lengths)
-
-
-def _launch(kind: arrays.Kind, executable: Executable, seen: arrays.Inspected, forms: dict, like, seed) -> dict:
-    """Make the arrays of `forms`, and queue what fills them. The workspace among them may be freed as soon as that is
-    queued: the libraries' allocators hand memory on in the order of the stream."""
-    addresses, made = seen.addresses, {}
-    addresses[SEED] = seed
-    device_id = executable.device_id
-    with device.current(device_id):
-        for name, form in forms.items():
-            view = made[name] = kind.empty(form, like)
-            addresses[name] = kind.address(view)
-        executable(addresses, kind.stream(device_id))
-    return made
-
-
-def _check_target(kind: arrays.Kind, seen: arrays.Inspected, made: problem.Problem) -> None:
-    """`out` must not lie on the inputs: some of them are still to be read when its first rows are written."""
-    if not kind.writable(seen.views["o"]):
-        raise ValueError(f"out: got a {kind.name} array that is read-only, takes one that can be written; call {made}")
-    tensors = dict(made.tensors)
-    low, high = arrays.byte_range(tensors["o"], seen.addresses["o"])
-    for name in tensors.keys() - {"o", "lse"}:
-        start, end = arrays.byte_range(tensors[name], seen.addresses[name])
-        if low < end and start < high:
-            raise ValueError(f"out: got memory that overlaps {name}'s, takes memory of its own; call {made}")
+entry.forward, entry.backward = flash_attention, flash_attention_backward

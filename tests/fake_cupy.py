@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pyflash import api, compile, device, driver, launch, tma
+from pyflash import compile, device, dispatch, driver, launch, tma
 
 PROGRAMMATIC_STREAM_SERIALIZATION = 6
 
@@ -123,7 +123,7 @@ class FakeCuPy:
         monkeypatch.setattr(compile, "load", load)
         monkeypatch.setattr(driver, "library", lambda: self.library)
         monkeypatch.setattr(tma, "encode", encode)
-        monkeypatch.setattr(api, "_prepared", {})
+        monkeypatch.setattr(dispatch, "_prepared", {})
         for cached in (device.present, device._runtime, launch._tile_counters):
             cached.cache_clear()
         monkeypatch.setattr(device, "_thread", types.SimpleNamespace())

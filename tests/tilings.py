@@ -7,23 +7,23 @@ from collections.abc import Iterator
 
 from cases import CAUSAL, Case
 
-from pyflash import api, plan
+from pyflash import dispatch, plan
 
 
 @contextlib.contextmanager
 def tiled(**wanted: object) -> Iterator[None]:
     """Within the context the first tiling that has the `wanted` attributes: `row`, `pack`, `splits`."""
-    chosen, remembered = plan._tiling, api._prepared
+    chosen, remembered = plan._tiling, dispatch._prepared
 
     def choose(problem, device):
         tilings = plan._tilings(problem, device)
         return next(t for t in tilings if all(getattr(t, name) == value for name, value in wanted.items()))
 
-    plan._tiling, api._prepared = choose, {}
+    plan._tiling, dispatch._prepared = choose, {}
     try:
         yield
     finally:
-        plan._tiling, api._prepared = chosen, remembered
+        plan._tiling, dispatch._prepared = chosen, remembered
 
 
 # Cases, each with the heads in its tiles and the parts of its keys.

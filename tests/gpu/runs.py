@@ -11,7 +11,7 @@ from building import build_into_cache, workers
 from cases import Case
 
 import pyflash
-from pyflash import api, compile, debug
+from pyflash import compile, debug, dispatch
 from pyflash.errors import Unsupported
 from pyflash.tiles import FAMILIES, KERNELS
 
@@ -87,14 +87,14 @@ class _Recorder:
 def compile_ahead(calls: Iterable[Callable[[], object]]) -> None:
     """Compile all that some calls will launch, many at a time, where each would compile its own one after another."""
     recorder = type("Recorder", (_Recorder,), {"needed": {}})
-    before, api.Executable = api.Executable, recorder
-    remembered, api._prepared = api._prepared, {}
+    before, dispatch.Executable = dispatch.Executable, recorder
+    remembered, dispatch._prepared = dispatch._prepared, {}
     try:
         for call in calls:
             with contextlib.suppress(Unsupported):
                 call()
     finally:
-        api.Executable, api._prepared = before, remembered
+        dispatch.Executable, dispatch._prepared = before, remembered
     with workers() as pool:
         for launch, device in recorder.needed.values():
             pool.submit(build_into_cache, launch, compile.arch_of(launch, device))

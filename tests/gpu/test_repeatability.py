@@ -11,7 +11,7 @@ from cases import CASES, LARGE_CASES, Case
 from runs import DTYPES, cp, in_dtype
 
 import pyflash
-from pyflash import api, debug, reference
+from pyflash import debug, dispatch, reference
 
 CAUSAL = (("causal", True),)
 
@@ -119,7 +119,7 @@ def test_the_result_never_depends_on_the_calls_before():
     calls = [(arrays, option) for arrays in variants() for option in options]
     fresh = []
     for arrays, option in calls:
-        api._prepared.clear()
+        dispatch._prepared.clear()
         fresh.append(bits(call(arrays, deterministic=True, **option)))
     for order in (range(len(calls)), reversed(range(len(calls))), np.random.default_rng(0).permutation(len(calls))):
         for i in order:
@@ -157,7 +157,7 @@ def test_threads_do_not_disturb_each_other():
         case = Case(1 + seed % 3, 40 + 13 * (seed % 5), 150, 4, 2, 64, 64, ("float16", "float32")[seed % 2], seed=seed)
         jobs.append((case.arrays(cp), {"causal": seed % 3 == 0}))
     expected = [bits(call(arrays, deterministic=True, **options)) for arrays, options in jobs]
-    api._prepared.clear()
+    dispatch._prepared.clear()
 
     def work(job):
         arrays, options = job

@@ -8,7 +8,7 @@ from cases import Case
 from runs import DTYPES, cp
 
 import pyflash
-from pyflash import api, debug, device
+from pyflash import debug, device, dispatch
 from pyflash.errors import LaunchError, Unsupported
 
 CASE = Case(2, 300, 400, 4, 2, 64, 64, "float16")
@@ -153,9 +153,9 @@ def test_numpy_arrays_next_to_cupys_are_refused():
 def test_a_launch_that_the_driver_refuses_is_reported():
     """Whatever the driver says of a launch reaches the user, with the call."""
     q, k, v, _ = (cp.asarray(a) for a in Case(1, 33, 44, 1, 1, 32, 32).arrays().values())
-    api._prepared.clear()
+    dispatch._prepared.clear()
     pyflash.flash_attention(q, k, v)
-    (prepared,) = api._prepared.values()
+    (prepared,) = dispatch._prepared.values()
 
     before = prepared.executable._launch_kernel
     prepared.executable._launch_kernel = lambda *arguments: 701

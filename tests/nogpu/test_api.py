@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import pyflash
-from pyflash import api, features, reference
+from pyflash import dispatch, features, reference
 
 RNG = np.random.default_rng(0)
 BF16 = pytest.importorskip("ml_dtypes").bfloat16
@@ -219,13 +219,13 @@ def test_bad_backward_calls():
 
 
 def test_without_a_seed_each_call_drops_others(monkeypatch):
-    monkeypatch.setattr(api, "_prepared", {})
+    monkeypatch.setattr(dispatch, "_prepared", {})
     q, k, v = arrays()
     first, second = (pyflash.flash_attention(q, k, v, dropout_p=0.5) for _ in range(2))
     assert not np.array_equal(first, second)
     first, second = (pyflash.flash_attention(q, k, v, dropout_p=0.5, seed=3) for _ in range(2))
     assert np.array_equal(first, second)
-    assert len(api._prepared) == 1, "a new seed is no new plan"
+    assert len(dispatch._prepared) == 1, "a new seed is no new plan"
 
 
 def test_strides_of_a_fraction_of_an_element_are_refused():
@@ -252,12 +252,12 @@ def test_a_call_does_not_depend_on_those_before():
 
 
 def test_repeated_calls_are_remembered_up_to_a_bound(monkeypatch):
-    monkeypatch.setattr(api, "_MAX_PREPARED", 8)
-    monkeypatch.setattr(api, "_prepared", {})
+    monkeypatch.setattr(dispatch, "_MAX_PREPARED", 8)
+    monkeypatch.setattr(dispatch, "_prepared", {})
     for seqlen in range(1, 30):
         q, k, v = arrays(seqlen_q=seqlen)
         pyflash.flash_attention(q, k, v)
-    assert len(api._prepared) <= 8
+    assert len(dispatch._prepared) <= 8
 
 
 @pytest.mark.parametrize("shape_q, shape_k", [((0, 5), (0, 7)), ((2, 0), (2, 7)), ((2, 5), (2, 0)), ((2, 0), (2, 0))])

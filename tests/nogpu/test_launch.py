@@ -11,7 +11,7 @@ from fake_cupy import FakeCuPy
 from test_params import ctypes_struct
 
 import pyflash
-from pyflash import api, debug, features, params, tma
+from pyflash import debug, dispatch, features, params, problem, tma
 from pyflash.errors import LaunchError
 
 KERNELS_OF = {
@@ -146,7 +146,7 @@ def test_a_repeated_call_makes_no_new_plan_but_uses_the_new_arrays(gpu):
     for arrays in (first, second, first):
         pyflash.flash_attention(*arrays)
     assert [p for p, _ in pointers] == [first[0].data.ptr, second[0].data.ptr, first[0].data.ptr]
-    assert len({function for _, function in pointers}) == 1 and len(api._prepared) == 1
+    assert len({function for _, function in pointers}) == 1 and len(dispatch._prepared) == 1
 
 
 @pytest.mark.parametrize("change", [{"seqlen": 101}, {"dtype": "float32"}, {"offset": 2}, {"device": 1}, {"scale": 0.5},
@@ -255,7 +255,7 @@ def test_tile_counters_are_shared_along_a_stream_and_never_beside_it(gpu):
 
 
 def test_the_address_word_of_a_tensor_map_is_found_or_not_used(gpu, monkeypatch):
-    tensor = api.problem.contiguous((2, 100, 4, 64), "float16")
+    tensor = problem.contiguous((2, 100, 4, 64), "float16")
     assert tma.address_word(tensor, (64, 64)) == 0
 
     def encrypted(tensor, box, address, into):

@@ -24,6 +24,7 @@ RANKS = {
     **dict.fromkeys(("source", "cpu", "explain", "plan_blocks"), 4),
     **dict.fromkeys(("compile", "tma"), 5),
     **dict.fromkeys(("launch", "arrays", "torch"), 6),
+    "dispatch": 6.5,
     **dict.fromkeys(("api", "masks"), 7),
     "packed": 7.5,
     "__init__": 8,
