@@ -263,8 +263,7 @@ def differentiate(dout, q, k, v, out, lse, dlse, softmax_scale, options, seed, l
         if flag is not True and flag is not False:
             raise TypeError(f"{'return_d' * (name in wanted)}{name}: got {flag!r}, takes True or False")
     gradients = tuple([name for name, flag in wanted.items() if flag])
-    if seed is None and options["dropout_p"]:
-        features.BY_NAME["dropout_p"].check(options["dropout_p"])  # what is wrong with that comes first
+    if seed is None and features.BY_NAME["dropout_p"].check(options["dropout_p"]):
         raise ValueError("seed: got None, takes the forward's where there is dropout")
     if arrays.traced_by_torch():
         from . import torch as glue

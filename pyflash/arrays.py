@@ -29,8 +29,8 @@ class Kind:
     """An array library on one kind of device. Views are what the methods take.
 
     `facts(views)` are the Keys and the addresses by name: all that a call needs to know of its arrays, in one go
-    because it is asked in each call. `form(shape, dtype)` is what `empty(form, like)` makes an array of, found once for
-    a plan.
+    because it is asked in each call. `make(forms, like, addresses)` makes arrays without gaps by name and notes their
+    addresses; `form(shape, dtype)` is what it makes one of, found once for a plan.
     """
 
     name: str
@@ -104,8 +104,10 @@ class _NumPy(_ArrayInterface):
             keys[name] = view.shape, view.strides, view.dtype, address & 15, None
         return keys, addresses
 
-    def empty(self, form, like):
-        return np.empty(*form)
+    def make(self, forms, like, addresses) -> dict[str, np.ndarray]:
+        made = {name: np.empty(*form) for name, form in forms.items()}
+        addresses.update({name: view.ctypes.data for name, view in made.items()})
+        return made
 
     def writable(self, view) -> bool:
         return view.flags.writeable
@@ -122,11 +124,12 @@ class _CuPy(_ArrayInterface):
             keys[name] = view.shape, view.strides, view.dtype, address & 15, memory.device_id
         return keys, addresses
 
-    def address(self, view) -> int:
-        return view.data.ptr
-
-    def empty(self, form, like):
-        return sys.modules["cupy"].ndarray(*form)
+    def make(self, forms, like, addresses) -> dict[str, object]:
+        made, ndarray = {}, sys.modules["cupy"].ndarray
+        for name, (shape, dtype) in forms.items():
+            view = made[name] = ndarray(shape, dtype)
+            addresses[name] = view.data.ptr
+        return made
 
     def stream(self, device_id: int) -> int:
         return sys.modules["cupy"].cuda.get_current_stream().ptr
@@ -154,12 +157,12 @@ class _Torch(Kind):
     def form(self, shape: tuple[int, ...], dtype: str) -> tuple:
         return shape, contiguous(shape, dtype).strides, getattr(sys.modules["torch"], dtype)
 
-    def address(self, view) -> int:
-        return view.data_ptr()
-
-    def empty(self, form, like):
-        shape, strides, dtype = form
-        return like.new_empty_strided(shape, strides, dtype=dtype)  # two thirds of the time of new_empty
+    def make(self, forms, like, addresses) -> dict[str, object]:
+        made = {}
+        for name, (shape, strides, dtype) in forms.items():
+            view = made[name] = like.new_empty_strided(shape, strides, dtype=dtype)  # quicker than new_empty
+            addresses[name] = view.data_ptr()
+        return made
 
     def stream(self, device_id: int) -> int:
         torch = sys.modules["torch"]

@@ -75,7 +75,7 @@ class _Prepared:
     """A call whose checks and plan are done: what to allocate and what to run."""
 
     problem: problem.Problem
-    forms: dict[str, tuple]  # what Kind.empty makes the outputs of, and the workspace
+    forms: dict[str, tuple]  # what Kind.make makes the outputs of, and the workspace
     executable: Executable | None  # None: NumPy
 
 
@@ -134,7 +134,7 @@ def run(
         _check_target(kind, seen, prepared.problem)
     like = given["q"]
     if prepared.executable is None:
-        made = {name: kind.empty(form, like) for name, form in prepared.forms.items()}
+        made = kind.make(prepared.forms, like, seen.addresses)
         _run_numpy(prepared.problem, seen.views | made, seed)
     else:
         made = filled(kind, prepared.executable, seen, prepared.forms, like, seed)
@@ -160,13 +160,10 @@ def _run_numpy(made: problem.Problem, views: dict[str, object], seed: int | None
 def filled(kind: arrays.Kind, executable: Executable, seen: arrays.Inspected, forms: dict, like, seed) -> dict:
     """Make the arrays of `forms`, and queue what fills them. The workspace among them may be freed as soon as that is
     queued: the libraries' allocators hand memory on in the order of the stream."""
-    addresses, made = seen.addresses, {}
+    addresses, device_id = seen.addresses, executable.device_id
     addresses[SEED] = seed
-    device_id = executable.device_id
     with device.current(device_id):
-        for name, form in forms.items():
-            view = made[name] = kind.empty(form, like)
-            addresses[name] = kind.address(view)
+        made = kind.make(forms, like, addresses)
         executable(addresses, kind.stream(device_id))
     return made
 

@@ -394,21 +394,18 @@ FIELDS = tuple(field for feature in FEATURES + CAPTURED + BLOCK_LISTS for field 
 def check(options: Mapping[str, object]) -> dict[str, object]:
     """The features among `options` that are on, with their checked values, arrays as they are, in the order of the
     table. A right bound of 0 is causal, however it was asked for; dropout for which there is a seed is the pair."""
-    try:
-        asked = {name: value for name, value in options.items() if value is not _DEFAULTS[name]}
-    except KeyError:
-        unknown = sorted(options.keys() - _DEFAULTS.keys())
-        raise TypeError(f"unknown options {unknown}, takes {sorted(BY_NAME)}") from None
-    if isinstance(block_mask := asked.get("block_mask"), BlockMask):
-        if "mask_mod" in asked:
-            takes = "None where there is a block_mask, which has one of its own"
-            fail("mask_mod", asked["mask_mod"], takes, ValueError)
-        asked["mask_mod"] = block_mask.mask_mod
+    if not options.keys() <= _DEFAULTS.keys():
+        raise TypeError(f"unknown options {sorted(options.keys() - _DEFAULTS.keys())}, takes {sorted(BY_NAME)}")
+    if isinstance(block_mask := options.get("block_mask"), BlockMask):
+        if (function := options.get("mask_mod")) is not None:
+            fail("mask_mod", function, "None where there is a block_mask, which has one of its own", ValueError)
+        options = {**options, "mask_mod": block_mask.mask_mod}
     on = {}
     for name, default in DEFAULTS.items():
-        if name in asked:
+        value = options.get(name, default)
+        if value is not default:
             feature = BY_NAME[name]
-            value = asked[name] if feature.is_array else feature.check(asked[name])
+            value = value if feature.is_array else feature.check(value)
             if feature.is_array or value != default:
                 on[name] = value
     if "window" in on:
@@ -418,8 +415,8 @@ def check(options: Mapping[str, object]) -> dict[str, object]:
         if (left, right) != (None, None):
             causal = {"causal": on.pop("causal")} if "causal" in on else {}
             on = {**causal, "window": (left, right), **on}
-    if "dropout_p" in on and "seed" in asked:
-        on["dropout_p"] = on["dropout_p"], check_seed(asked["seed"])
+    if "dropout_p" in on and options.get("seed") is not None:
+        on["dropout_p"] = on["dropout_p"], check_seed(options["seed"])
     if not on.keys().isdisjoint(HOLDERS):
         if functions := [name for name in FUNCTIONS if name in on]:
             on |= dict(zip(functions, trace.joined([on[name] for name in functions]), strict=True))

@@ -89,16 +89,16 @@ def _keep(ctx, out, lse, tensors, names, deterministic: bool) -> None:
 
 
 def _gradients(ctx, needed, dout, dlse, compute) -> list[torch.Tensor | None]:
-    """Those of `ctx.names`, where `needed`."""
+    """Those of `ctx.names`, at least where `needed`."""
     names = ctx.names
     if dout is None and dlse is None:
         return [None] * len(names)
     out, lse, *tensors = ctx.saved_tensors
     wanted = tuple([name for name in _DIFFERENTIABLE if name in names and needed[names.index(name)]])
     dout = torch.zeros_like(out) if dout is None else dout
-    found = compute(ctx, wanted, dout, dlse, out, lse, *tensors)
-    found = dict(zip(("q", "k", "v", *wanted), found, strict=True))
-    return [found[name] if need else None for name, need in zip(names, needed, strict=True)]
+    dq, dk, dv, *more = compute(ctx, wanted, dout, dlse, out, lse, *tensors)
+    found = dict(zip(wanted, more, strict=True))
+    return [dq, dk, dv, *[found.get(name) for name in names[3:]]]
 
 
 def _no_second_derivative(*_):

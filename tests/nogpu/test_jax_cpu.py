@@ -81,6 +81,18 @@ def test_traced_scalars_are_refused(name, transform):
         transform(lambda x: glue.flash_attention(*inputs(), **{name: x}).sum())(value)
 
 
+@pytest.mark.parametrize("name", [name for name in SCALARS if name not in ("return_lse", "deterministic")])
+def test_traced_scalars_of_the_plain_functions_are_refused(name):
+    q, k, v = inputs()
+    out, lse = pyflash.flash_attention(q, k, v, return_lse=True)
+    for call in (
+        lambda x: pyflash.flash_attention(q, k, v, **{name: x}),
+        lambda x: pyflash.flash_attention_backward(out, q, k, v, out, lse, **{name: x}),
+    ):
+        with pytest.raises(TypeError, match=f"^{name}: got .*Tracer.*takes"):
+            jax.jit(call)(SCALARS[name])
+
+
 def loss(attention, **options):
     def of(q, k, v):
         out = attention(q, k, v, **options)
