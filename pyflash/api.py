@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from functools import cache
 
 from . import arrays, debug, device, entry, feature, features, problem, sequences
 from . import explain as explanation
@@ -13,7 +14,15 @@ from .plan_blocks import MaskProblem, plan_blocks
 from .tiles import FAMILIES
 from .trace import trace
 
-_NO_WINDOW = features.BY_NAME["window"].default  # the object itself, which costs the least to recognise
+# The objects themselves, which cost the least to recognise.
+_NO_WINDOW, _NO_DROPOUT = features.DEFAULTS["window"], features.DEFAULTS["dropout_p"]
+
+
+@cache
+def _glue():
+    from . import torch as glue
+
+    return glue
 
 
 def flash_attention(
@@ -32,7 +41,7 @@ def flash_attention(
     score_mod=None,
     mask_mod=None,
     block_mask=None,
-    dropout_p=0.0,
+    dropout_p=_NO_DROPOUT,
     seed=None,
     seqused_q=None,
     seqused_k=None,
@@ -148,8 +157,7 @@ def attend(q, k, v, softmax_scale, options, seed, lengths, return_lse, out, dete
     if seed is None and options.get("dropout_p"):
         call = call._replace(seed=call.kind.seed())
     if call.kind.autograd:
-        from . import torch as glue
-
+        glue = _glue()
         recorded, cast = glue.records(given), glue.cast_to(q, k, v)
         if recorded or cast:
             _refuse(out)
@@ -192,7 +200,7 @@ def flash_attention_backward(
     score_mod=None,
     mask_mod=None,
     block_mask=None,
-    dropout_p=0.0,
+    dropout_p=_NO_DROPOUT,
     seed=None,
     seqused_q=None,
     seqused_k=None,
@@ -296,7 +304,7 @@ def explain(
     score_mod=None,
     mask_mod=None,
     block_mask=None,
-    dropout_p=0.0,
+    dropout_p=_NO_DROPOUT,
     seed=None,
     cu_seqlens_q=None,
     cu_seqlens_k=None,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -305,3 +307,26 @@ def test_offsets_of_another_device_or_library_are_refused(gpu):
         pyflash.flash_attention_varlen(host, host, host, offsets)
     with pytest.raises(ValueError, match="cu_seqlens_q: got 9 as the last offset, takes 10, the tokens of q"):
         pyflash.flash_attention_varlen(q, q, q, [0, 9])
+
+
+def test_a_repeated_call_is_short(gpu):
+    """What the host does for a call, counted: a measure of its time that is the same on every machine."""
+    arrays = inputs(gpu)
+    out, lse = pyflash.flash_attention(*arrays, causal=True, return_lse=True)
+    calls = {
+        "forward": lambda: pyflash.flash_attention(*arrays, causal=True),
+        "backward": lambda: pyflash.flash_attention_backward(out, *arrays, out, lse, causal=True),
+    }
+    counts = dict.fromkeys(calls, 0)
+    for name, call in calls.items():
+        call()
+
+        def count(frame, event, _, name=name):
+            counts[name] += event == "call" and Path(frame.f_code.co_filename).parent == Path(pyflash.__file__).parent
+
+        sys.setprofile(count)
+        try:
+            call()
+        finally:
+            sys.setprofile(None)
+    assert 0 < counts["forward"] <= 28 and counts["forward"] < counts["backward"] <= 36
