@@ -263,6 +263,20 @@ fwd_sm90(const __grid_constant__ Params params) {
     }
     unchecked = HIDES_KEYS;
   };
+  auto side = [&](int n) {  // of the tile, for the warpgroup's queries and those of the ones behind it, where walks start
+    return side_of(p, work.m0 + wg * WG_QUERIES, work.m0 + TILE_QUERIES, range.tile(n));
+  };
+  // Scores become probabilities against the stale reference. Returns whether they were too large for it.
+  auto take_stale = [&](int n) {
+    const int kv0 = first_key(n);
+    const Scorer scorers[2] = {{p, {work.batch, head(work, 0)}, query(work, 0), kv0, side(n)},
+                               {p, {work.batch, head(work, 1)}, query(work, 1), kv0, side(n)}};
+    return by_size(p, s_rmem, [&](auto small) {
+      return softmax.take_stale<SCORES_HIDE>(s_rmem, [&](float qk, int i, float origin) {
+        return scorers[i / 2 % 2].exponent(qk, scale, origin, 0, i / 4 * 8 + i % 2, small, Bool<true>());
+      });
+    });
+  };
   auto round_p = [&](int n) {  // what is kept of it
     constexpr bool SHARES = cfg::PACK == 1;  // random bits, by rows of one head
     const int kv0 = first_key(n);
@@ -376,8 +390,7 @@ fwd_sm90(const __grid_constant__ Params params) {
   };
   auto full_step = [&](int n) {
     start_step([] {});
-    modify(n);
-    const bool outgrown = softmax.take_stale<SCORES_HIDE>(s_rmem, scale);
+    const bool outgrown = take_stale(n);
     if (!outgrown) release_k(n);
     finish_output();
     make_hidden_harmless(n + 1);
@@ -453,7 +466,7 @@ fwd_sm90(const __grid_constant__ Params params) {
     }
     first_step(range.end - 1);
     for (int n = range.end - 2; n >= range.begin; n--) {
-      if (!RAISES && !range.hides(n)) {
+      if (!RAISES && !range.hides(n) && side(n)) {
         full_step(n);
       } else {
         raising_step(n);

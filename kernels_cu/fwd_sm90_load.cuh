@@ -56,7 +56,8 @@ __device__ __forceinline__ KeyWalk clip(KeyWalk x, int begin, int end) {
 
 // The key tiles of an output tile: all that its queries visit, or the part that is its split's.
 __device__ __forceinline__ KeyWalk tile_keys(const Params& p, const Work& work) {
-  const KeyWalk all(p, {work.batch, work.head}, work.m0, TILE_QUERIES);
+  KeyWalk all(p, {work.batch, work.head}, work.m0, TILE_QUERIES);
+  if (STARTS_INSIDE) all.start_at(work.m0 + TILE_QUERIES - 1 + p.seqlen_k - p.seqlen_q);
   if (!cfg::SPLIT) return all;
   const int part = ceil_div(all.end - all.begin, p.num_splits), begin = min(all.begin + work.split * part, all.end);
   return clip(all, begin, min(begin + part, all.end));
@@ -66,6 +67,7 @@ __device__ __forceinline__ KeyWalk tile_keys(const Params& p, const Work& work) 
 // before its walk.
 __device__ __forceinline__ KeyWalk warpgroup_keys(const Params& p, const KeyWalk& tile, const Head& head, int m0) {
   KeyWalk own(p, head, m0, WG_QUERIES);
+  own.ahead = tile.ahead;
   if (cfg::SPLIT) own = clip(own, tile.begin, tile.end);
   if (m0 >= p.seqlen_q || own.begin >= own.end) own.begin = own.end = tile.begin;
   return own;

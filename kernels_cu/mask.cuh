@@ -18,8 +18,11 @@ constexpr bool HIDES_KEYS = ROWS_DIFFER || HIDES_ANYWHERE || VARLEN;  // those b
 constexpr bool WALKS_DIFFER = VARLEN || cfg::BLOCK_MASK;  // in length, whatever the position
 // Whether keys that exist may be hidden in any tile: no block mask tells in which.
 constexpr bool HIDES_IN_ANY_TILE = cfg::MASK || (cfg::MASK_MOD && !cfg::BLOCK_MASK);
+// Whether a walk over keys starts at the diagonal, goes to the first key, and then from the last one back: ALiBi's
+// scores fall on the way, or stay below what was seen.
+constexpr bool STARTS_INSIDE = cfg::ALIBI && !HIDES_KEYS;
 // Whether scores rise step by step on the way from the last key to the diagonal.
-constexpr bool RISES = cfg::ALIBI && !BOUND_RIGHT;
+constexpr bool RISES = cfg::ALIBI && !BOUND_RIGHT && !STARTS_INSIDE;
 // Whether elements differ in more than their distance from the diagonal: what it takes to compute them is much code.
 constexpr bool BY_ELEMENT = HIDES_ANYWHERE || cfg::BIAS || cfg::SCORE_MOD || cfg::DROPOUT;
 // Whether a score may be -inf though its key is not hidden.
@@ -145,13 +148,21 @@ struct KeyWalk {
   TileRange range;
   BlockList<cfg::MASK_BLOCK_N / cfg::TILE_N> list;
   int begin, end;
+  int ahead = 0;  // STARTS_INSIDE: by how many tiles a position's lies behind the first walk's, around the end
 
   __device__ __forceinline__ KeyWalk() : begin(0), end(0) {}
   __device__ __forceinline__ KeyWalk(const Params& p, const Head& at, int m0, int rows = cfg::TILE_M)
     : range(kv_range(p, m0, rows)),
       list(p, p.key_blocks, p.key_blocks_stride, at, m0 / cfg::MASK_BLOCK_M, ceil_div(mask_keys(p), cfg::MASK_BLOCK_N)),
       begin(list.before(range.begin)), end(list.before(range.end)) {}
-  __device__ __forceinline__ int tile(int i) const { return list.tile(i); }
+  __device__ __forceinline__ int tile(int i) const {
+    if (STARTS_INSIDE) return i + ahead < range.end ? i + ahead : i + ahead - range.end;
+    return list.tile(i);
+  }
+  // STARTS_INSIDE: from the tile of key `last` on.
+  __device__ __forceinline__ void start_at(int last) {
+    ahead = min(max(last, 0) / cfg::TILE_N + 1, range.end);
+  }
   // Key number i of those of the tiles in the order of the walk, from position 0 on.
   __device__ __forceinline__ int key(int i) const { return tile(i / cfg::TILE_N) * cfg::TILE_N + i % cfg::TILE_N; }
   // How many keys there are up to the end of the walk; only the last tile of all may lack some.
@@ -350,6 +361,14 @@ __device__ __forceinline__ bool visible(const Params& p, int q_idx, int kv_idx, 
          Chosen<cfg::MASK_MOD>{p, at, q_idx, kv_idx, true}.has(0);
 }
 
+// On which side of the diagonal all keys of a tile lie, for all queries in [q_begin, q_end): 1 in front of it, -1 behind;
+// 0: neither. It matters to ALIBI alone.
+__device__ __forceinline__ int side_of(const Params& p, int q_begin, int q_end, int tile) {
+  if (!cfg::ALIBI || cfg::CAUSAL) return 1;
+  const int shift = p.seqlen_k - p.seqlen_q, kv0 = tile * cfg::TILE_N;
+  return kv0 + cfg::TILE_N - 1 <= q_begin + shift ? 1 : kv0 >= q_end + shift ? -1 : 0;
+}
+
 // ---- Scores ---------------------------------------------------------------------------------------------------------
 
 // Whether gradient() takes the products q.k. If not, it makes do with p, of which float32 and float64 would lose too much
@@ -394,31 +413,38 @@ constexpr Real UNIT = cfg::SCORE_MOD ? 1 : LOG2_E;
 // alone commutes with the maximum, so it is folded into the exponent's fused multiply-add (exponent_scale); everything
 // else is applied here first. Made for one element, others are told by how far they lie from it: constants, so that
 // what depends on positions costs little.
+//
+// SMALL, in what follows: the product is so small that softcap has a series for it, see by_size. ONE_SIDED: it is known
+// on which side of the diagonal the element lies.
 struct Scorer {
   const Params& p;
-  Real slope, distance;   // ALIBI: of the head, in units of log2; of the element from the diagonal
+  Real slope, distance;   // ALIBI: of the head, in its units, negative behind the diagonal if ONE_SIDED; how far in front
   const cfg::Bias* bias;  // BIAS: of the element
   Head at;
   int q_idx, kv_idx;
   mutable RunningSums<Real, cfg::SCATTERS> sums;
 
-  __device__ __forceinline__ Scorer(const Params& p, const Head& at, int q_idx, int kv_idx) : p(p) {
+  __device__ __forceinline__ Scorer(const Params& p, const Head& at, int q_idx, int kv_idx, int side = 1) : p(p) {
     if constexpr (cfg::ALIBI) {
       const i64 place = at.batch * p.alibi_slopes_stride[0] + at.head * p.alibi_slopes_stride[1];
-      slope = p.alibi_slopes[place] * UNIT;
+      slope = p.alibi_slopes[place] * (side * UNIT);
       distance = q_idx + p.seqlen_k - p.seqlen_q - kv_idx;
     }
     if constexpr (cfg::BIAS) bias = p.bias + place(p.bias_stride, at, q_idx, kv_idx);
     if constexpr (cfg::BIAS || cfg::SCORE_MOD || DROPS) this->at = at, this->q_idx = q_idx, this->kv_idx = kv_idx;
   }
 
-  // What is added to the product's own score.
-  __device__ __forceinline__ Real addend(int q_offset, int kv_offset) const {
-    Real sum = 0;
-    if (cfg::ALIBI) sum = -slope * abs_real(distance + Real(q_offset - kv_offset));
+  // A number, and what is added to the product's own score.
+  template <bool ONE_SIDED = false>
+  __device__ __forceinline__ Real with_addend(Real sum, int q_offset, int kv_offset, Bool<ONE_SIDED> = {}) const {
+    if (cfg::ALIBI) {
+      const Real apart = q_offset - kv_offset;
+      if (ONE_SIDED || cfg::CAUSAL) sum = fma_real(-slope, apart, fma_real(-slope, distance, sum));
+      else sum = fma_real(-slope, abs_real(distance + apart), sum);
+    }
     if (cfg::BIAS && q_idx + q_offset < p.seqlen_q && kv_idx + kv_offset < p.seqlen_k) {
       const i64 key_stride = cfg::UNIT_BIAS ? 1 : p.bias_stride[3];
-      sum += Real(to_real(bias[q_offset * p.bias_stride[2] + kv_offset * key_stride])) * UNIT;
+      sum = fma_real(Real(to_real(bias[q_offset * p.bias_stride[2] + kv_offset * key_stride])), UNIT, sum);
     }
     return sum;
   }
@@ -436,11 +462,18 @@ struct Scorer {
     return s;
   }
   template <bool SMALL = false>
-  __device__ __forceinline__ Real unmodified(Real qk, int q_offset, int kv_offset, Bool<SMALL> = {}) const {
-    if (!cfg::SCALE_FIRST) return qk;
-    const Real factor = cfg::SOFTCAP ? p.softcap_out : p.scale_log2, in_units = factor * (UNIT / Real(LOG2_E));
-    const Real s = in_units * (cfg::SOFTCAP ? tanh_score<SMALL>(qk * p.softcap_in) : qk);
-    return ADDS ? s + addend(q_offset, kv_offset) : s;
+  __device__ __forceinline__ Real unmodified(Real qk, int q_offset, int kv_offset, Bool<SMALL> small = {}) const {
+    return cfg::SCALE_FIRST ? with_product(qk, with_addend(0, q_offset, kv_offset), small) : qk;
+  }
+  // The score in units of log2, less `origin`.
+  template <bool SMALL, bool ONE_SIDED>
+  __device__ __forceinline__ Real exponent(Real qk, Real scale, Real origin, int q_offset, int kv_offset, Bool<SMALL> small,
+                                           Bool<ONE_SIDED> one_sided) const {
+    if constexpr (cfg::SCORE_MOD || !cfg::SCALE_FIRST) {
+      return fma_real(score(qk, q_offset, kv_offset, small), scale, -origin);
+    } else {
+      return with_product(qk, with_addend(-origin, q_offset, kv_offset, one_sided), small);
+    }
   }
 
   // A probability, made negative if it is dropped: by 16 random bits. Eight elements share the bits of one counter, as
@@ -480,9 +513,9 @@ struct Scorer {
     if (!cfg::SOFTCAP) return ds;
     Real t;
     if constexpr (KEEPS_SCORES) {
-      t = tanh_score<false>(qk * p.softcap_in);
+      t = tanh_real(qk * p.softcap_in);
     } else {
-      const Real capped = log2_real(prob) + origin - addend(q_offset, kv_offset);
+      const Real capped = log2_real(prob) + origin - with_addend(0, q_offset, kv_offset);
       t = max(min(capped * p.softcap_out_inverse, Real(1)), Real(-1));
     }
     return ds * (1 - t * t);
@@ -494,7 +527,7 @@ struct Scorer {
     Real slope = 1;
     if constexpr (cfg::SCORE_MOD) slope = slope_of_mod(qk, q_offset, kv_offset);
     if constexpr (cfg::SOFTCAP) {
-      const Real t = tanh_score<false>(qk * p.softcap_in);
+      const Real t = tanh_real(qk * p.softcap_in);
       slope *= 1 - t * t;
     }
     return prob != 0 ? prob * slope : prob;
@@ -508,7 +541,19 @@ struct Scorer {
   }
 
  private:
-  static constexpr bool ADDS = cfg::ALIBI || cfg::BIAS;
+  // A number and the product's own score.
+  template <bool SMALL> __device__ __forceinline__ Real with_product(Real qk, Real sum, Bool<SMALL>) const {
+    constexpr Real UNITS = UNIT / Real(LOG2_E);
+    if constexpr (!cfg::SOFTCAP) {
+      return fma_real(p.scale_log2 * UNITS, qk, sum);
+    } else if constexpr (SMALL) {
+      const Real(&series)[4] = p.softcap_series, square = qk * qk;
+      const Real factor = fma_real(fma_real(fma_real(series[3], square, series[2]), square, series[1]), square, series[0]);
+      return fma_real(factor, qk * UNITS, sum);
+    } else {
+      return fma_real(p.softcap_out * UNITS, tanh_score(qk * p.softcap_in), sum);
+    }
+  }
   static __device__ __forceinline__ i64 place(const i64 (&stride)[4], const Head& at, int q_idx, int kv_idx) {
     return at.batch * stride[0] + at.head * stride[1] + q_idx * stride[2] + kv_idx * stride[3];
   }
@@ -533,20 +578,20 @@ struct Scorer {
     }
   }
   // tanh.approx, off by 2^-11, would move a score of 30 by more than its products were rounded.
-  template <bool SMALL> static __device__ __forceinline__ Real tanh_score(Real x) {
-    if constexpr (SMALL) return tanh_small(x);
+  static __device__ __forceinline__ Real tanh_score(Real x) {
+    if constexpr (sizeof(cfg::Element) == 2) return tanh_rough(x);
     return tanh_real(x);
   }
 };
 
-// body(Bool<SMALL>), to give to Scorer::score(). SMALL: all products s of the warp are so small beside softcap, as they
-// mostly are, that a polynomial does. It leaves the units that exponentials need alone.
+// body(Bool<SMALL>), to give to a Scorer. SMALL: all products s of the warp are so small beside softcap, as they mostly
+// are, that a series does. It leaves the units that exponentials need alone.
 template <class Products, class Body>
-__device__ __forceinline__ void by_size(const Params& p, const Products& s, Body body) {
+__device__ __forceinline__ auto by_size(const Params& p, const Products& s, Body body) {
   if constexpr (cfg::SOFTCAP && sizeof(cfg::Element) == 2) {
-    if (!__any_sync(~0u, largest(s) * abs_real(p.softcap_in) > TANH_SMALL)) return body(Bool<true>());
+    if (!__any_sync(~0u, largest(s) > p.softcap_small)) return body(Bool<true>());
   }
-  body(Bool<false>());
+  return body(Bool<false>());
 }
 
 __device__ __forceinline__ auto exponent_scale(const Params& p) {

@@ -79,12 +79,9 @@ __device__ __forceinline__ float log2_real(float x) { return log2f(x); }
 __device__ __forceinline__ double log2_real(double x) { return log2(x); }
 __device__ __forceinline__ float tanh_real(float x) { return tanhf(x); }
 __device__ __forceinline__ double tanh_real(double x) { return tanh(x); }
-// The same where |x| <= TANH_SMALL, relative error 2^-23: x + x^3 P(x^2).
-constexpr float TANH_SMALL = 0.6f;
-__device__ __forceinline__ float tanh_small(float x) {
-  const float u = x * x;
-  const float of_u = fmaf(fmaf(fmaf(u, 0.015612633f, -0.05221180617f), u, 0.1331311613f), u, -0.333325982f);
-  return fmaf(x, u * of_u, x);
+// By the GPU's approximations: off by 2^-22, not by a part of small values.
+__device__ __forceinline__ float tanh_rough(float x) {
+  return 1 - __fdividef(2.f, 1 + ex2(x * float(2 * LOG2_E)));
 }
 // The largest magnitude in an array of any dimensions. NaN is none.
 __device__ __forceinline__ float largest(float x) { return fabsf(x); }
@@ -94,6 +91,8 @@ template <class Part, int COUNT> __device__ __forceinline__ float largest(const 
   for (int i = 0; i < COUNT; i++) found = fmaxf(found, largest(parts[i]));
   return found;
 }
+__device__ __forceinline__ float fma_real(float a, float b, float c) { return fmaf(a, b, c); }
+__device__ __forceinline__ double fma_real(double a, double b, double c) { return fma(a, b, c); }
 __device__ __forceinline__ float abs_real(float x) { return fabsf(x); }
 __device__ __forceinline__ double abs_real(double x) { return fabs(x); }
 __device__ __forceinline__ float log_real(float x) { return logf(x); }
@@ -123,10 +122,11 @@ constexpr float LOWEST = -0x1p126f;      // finite, and below all scores that ar
 constexpr float MAX_LANE_SUM = 4096;  // also bounds p: 2^12, far from float16's 65504
 
 struct TileSoftmax : RowSoftmax<2> {
-  // Scores become probabilities; `lane_sum` is what the lane's add up to, row by row. Where they may be hidden and the row
-  // has seen none that is not, p is 0 of those that are; of others it is of no use, and infinite if STALE.
-  template <bool MAY_HIDE, bool STALE = false, int COUNT>
-  __device__ __forceinline__ void exponentiate(float (&s)[COUNT], float scale, float (&lane_sum)[2]) const {
+  // Scores become probabilities, 2^exponent(score, its index, reference); `lane_sum` is what the lane's add up to, row by
+  // row. Where they may be hidden and the row has seen none that is not, p is 0 of those that are; of others it is of no
+  // use, and infinite if STALE.
+  template <bool MAY_HIDE, bool STALE = false, int COUNT, class Exponent>
+  __device__ __forceinline__ void exponentiate(float (&s)[COUNT], Exponent exponent, float (&lane_sum)[2]) const {
     float origin[2], part[2][2] = {};
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -135,7 +135,7 @@ struct TileSoftmax : RowSoftmax<2> {
 #pragma unroll
     for (int i = 0; i < COUNT; i++) {
       const int r = i / 2 % 2;
-      s[i] = ex2(fmaf(s[i], scale, -origin[r]));
+      s[i] = ex2(exponent(s[i], i, origin[r]));
       part[r][i % 2] += s[i];
     }
 #pragma unroll
@@ -144,9 +144,10 @@ struct TileSoftmax : RowSoftmax<2> {
 
   // Against the reference as it is. Returns, to the whole warp, whether some score was too large for it; then nothing
   // but s has changed. A row that has seen nothing yet outgrows -inf, and NaN counts as too large.
-  template <bool MAY_HIDE, int COUNT> __device__ __forceinline__ bool take_stale(float (&s)[COUNT], float scale) {
+  template <bool MAY_HIDE, int COUNT, class Exponent>
+  __device__ __forceinline__ bool take_stale(float (&s)[COUNT], Exponent exponent) {
     float lane_sum[2];
-    exponentiate<MAY_HIDE, true>(s, scale, lane_sum);
+    exponentiate<MAY_HIDE, true>(s, exponent, lane_sum);
     const bool outgrown = __any_sync(~0u, !(lane_sum[0] <= MAX_LANE_SUM && lane_sum[1] <= MAX_LANE_SUM));
 #pragma unroll
     for (int r = 0; r < 2; r++) sum[r] += outgrown ? 0 : lane_sum[r];
@@ -161,7 +162,7 @@ struct TileSoftmax : RowSoftmax<2> {
     for (int i = 0; i < COUNT; i++) lane_max[i / 2 % 2][i % 2] = fmaxf(lane_max[i / 2 % 2][i % 2], s[i]);
 #pragma unroll
     for (int r = 0; r < 2; r++) factor[r] = raise(r, fmaxf(lane_max[r][0], lane_max[r][1]), scale);
-    exponentiate<MAY_HIDE>(s, scale, lane_sum);
+    exponentiate<MAY_HIDE>(s, scaled(scale), lane_sum);
 #pragma unroll
     for (int r = 0; r < 2; r++) sum[r] += lane_sum[r];
   }
@@ -176,9 +177,14 @@ struct TileSoftmax : RowSoftmax<2> {
 #pragma unroll
       for (int r = 0; r < 2; r++) factor[r] = raise(r, lane_max[r], scale);
     }
-    exponentiate<true>(s, scale, lane_sum);
+    exponentiate<true>(s, scaled(scale), lane_sum);
 #pragma unroll
     for (int r = 0; r < 2; r++) sum[r] += lane_sum[r];
     return raised;
+  }
+
+ private:
+  static __device__ __forceinline__ auto scaled(float scale) {
+    return [scale](float s, int, float origin) { return fmaf(s, scale, -origin); };
   }
 };

@@ -18,6 +18,8 @@ from .blocks import EMPTY, FULL, BlockMask, Blocks
 from .feature import Feature, Field, Place, Sizes, fail, read_number
 
 LOG2_E = math.log2(math.e)
+# tanh(x) = x * (a + b x^2 + c x^4 + d x^6) where |x| is at most TANH_SMALL, with a relative error of 2^-22.
+TANH_SMALL, TANH_SERIES = 0.45, (0.9999997567469683, -0.3332946720771965, 0.13236369136262635, -0.04602819371729615)
 SIMT, SM80, SM90 = (("fwd_simt", "bwd_simt"), ("fwd_sm80", "bwd_sm80"), ("fwd_sm90", "bwd_sm90"))
 
 
@@ -81,6 +83,8 @@ class _Softcap(Feature):
         Field("softcap_in", "real", "{real}", "softmax_scale / softcap; SOFTCAP"),
         Field("softcap_out", "real", "{real}", "softcap * log2(e)"),
         Field("softcap_out_inverse", "real", "{real}", "1 / softcap_out"),
+        Field("softcap_small", "real", "{real}", "products of at most this size have tanh's series"),
+        Field("softcap_series", "real", "{real}", "which takes them to scores in units of log2", 4),
     )
 
     def check(self, value):
@@ -92,8 +96,16 @@ class _Softcap(Feature):
         return number
 
     def values(self, value, softmax_scale, sizes):
-        out = value * LOG2_E
-        return {"softcap_in": softmax_scale / value, "softcap_out": out, "softcap_out_inverse": 1 / out}
+        factor, out = softmax_scale / value, value * LOG2_E
+        fits = 2**-15 <= abs(factor) <= 1  # then no power of it leaves float32's range
+        series = (out * factor ** (2 * i + 1) * x if fits else 0.0 for i, x in enumerate(TANH_SERIES))
+        return {
+            "softcap_in": factor,
+            "softcap_out": out,
+            "softcap_out_inverse": 1 / out,
+            "softcap_small": TANH_SMALL / abs(factor) if fits else 0.0,
+            "softcap_series": tuple(series),
+        }
 
     def score(self, value, s, at):
         return s.dtype.type(value) * np.tanh(s / s.dtype.type(value))

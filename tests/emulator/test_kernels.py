@@ -33,6 +33,9 @@ LONG_CASES = {
     "many tiles": Case(1, 210, 700, 2, 1, 64, 64),
     "many tiles, causal": Case(1, 450, 400, 3, 3, 128, 128, options=CAUSAL, values="rising"),
     "many tiles, more keys than queries": Case(1, 140, 900, 2, 1, 80, 96, options=CAUSAL, values="rising"),
+    "many tiles, alibi on both sides": Case(
+        1, 210, 700, 4, 2, options=(("alibi_slopes", "of heads"),), values="rising"
+    ),
     "many tiles, wide heads": Case(1, 130, 390, 1, 1, 192, 256, values="row offsets"),
 }
 EVERY_CASE = CASES | LONG_CASES
