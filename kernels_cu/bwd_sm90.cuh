@@ -291,7 +291,7 @@ __device__ __forceinline__ void exponentiate(const Params& p, u32 (&p_rmem)[M_ST
 #pragma unroll
         for (int e = 0; e < 2; e++) {
           const int offset = s * 16 + i / 2 * 8 + e, index = 8 * s + 2 * i + e;
-          x[e] = ex2(scorer.exponent(s_rmem[index], scale, lse.x[i / 2][e], offset, i % 2 * 8, small, Bool<false>()));
+          x[e] = ex2(scorer.exponent(s_rmem[index], scale, lse.x[i / 2][e], offset, i % 2 * 8, small));
           hide(x[e], i % 2, offset, index);
           const float marked = scorer.marked(x[e], offset, i % 2 * 8);
           if (WEIGHS) weight[e] = KEEPS_SCORES ? scorer.weight(x[e], s_rmem[index], offset, i % 2 * 8) : marked;

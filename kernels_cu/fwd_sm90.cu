@@ -41,6 +41,7 @@
 //
 //   q [Q_STAGES][64 rows each] | k [STAGES] | v [STAGES] | which output tile is next (travels with q) | mbarriers
 #include "fwd_sm90_load.cuh"
+#include "quads.cuh"
 #include "softmax.cuh"
 
 extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS)
@@ -162,16 +163,55 @@ fwd_sm90(const __grid_constant__ Params params) {
     // Nothing is made from it before the scores are there. What random bits are shared by the compiler knows to be 0.
     return BY_ELEMENT ? (int)opaque(key) & ~9 : key;
   };
-  u32 hidden[(TILE_N / 2 + 31) / 32];  // bits, of the lane's elements
-  auto look = [&](int n) {  // HIDES_ANYWHERE: which elements of a tile are hidden, while the products are on their way
+  // ---- What lies in memory for each element, loaded before its scores are there
+  using Bits = QuadBits<TILE_N>;
+  QuadPairs<TILE_N> addends[2];  // of the lane's rows
+  Bits seen[2];
+  u32 hidden[2];                 // bits
+  auto load_ahead = [&](int n) {
+    const int kv0 = range.tile(n) * TILE_N;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const int q_idx = query(work, r), keys = q_idx < p.seqlen_q ? p.seqlen_k - kv0 : 0;
+      const Head at = {work.batch, head(work, r)};
+      if constexpr (ADDENDS_AHEAD) addends[r].load(addend_row(p, at, q_idx) + kv0, keys, lane);
+      if constexpr (HIDDEN_AHEAD) seen[r].load(visible_row(p, at, q_idx) + kv0, keys, lane);
+    }
+  };
+  auto addend = [&](int i) {  // of element i of the lane's
+    if constexpr (!ADDENDS_AHEAD) return 0.f;
+    const u32 pair = addends[i / 2 % 2].pair(i / 4);
+    return to_real(Element{(unsigned short)(i % 2 ? pair >> 16 : pair)});
+  };
+  auto look = [&](int n) {  // HIDES_ANYWHERE: which elements of a tile are hidden
     const int kv0 = first_key(n);
     const VisibleKeys keys[2] = {visible_keys(p, query(work, 0), kv0, {work.batch, head(work, 0)}),
                                  visible_keys(p, query(work, 1), kv0, {work.batch, head(work, 1)})};
+    bool any = true;
 #pragma unroll
-    for (u32& bits : hidden) bits = 0;
+    for (int r = 0; r < 2; r++) hidden[r] = 0;
+    if constexpr (HIDDEN_AHEAD) {
+#pragma unroll
+      for (int r = 0; r < 2; r++) hidden[r] = ~seen[r].bits(lane);
+      auto all = [&](const VisibleKeys& row) { return row.by_position(0) && row.by_position(TILE_N - 7); };
+      any = __any_sync(~0u, !(all(keys[0]) && all(keys[1])));
+    }
+    if (!any) return;
 #pragma unroll
     for (int i = 0; i < TILE_N / 2; i++) {
-      hidden[i / 32] |= u32(!keys[i / 2 % 2].has(i / 4 * 8 + i % 2)) << i % 32;
+      const int r = i / 2 % 2, offset = i / 4 * 8 + i % 2;
+      const bool is_seen = HIDDEN_AHEAD ? keys[r].by_position(offset) : keys[r].has(offset);
+      hidden[r] |= u32(!is_seen) << Bits::place(i / 4, i % 2);
+    }
+  };
+  // While products are on their way.
+  auto prepare = [&](int n) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      if constexpr (ADDENDS_AHEAD) addends[r].arrange(lane);
+    }
+    if constexpr (HIDES_ANYWHERE) {
+      if (range.hides(n)) look(n);
     }
   };
 
@@ -216,8 +256,9 @@ fwd_sm90(const __grid_constant__ Params params) {
     wgmma_fence();
     multiply_values(Bool<false>{});
   };
-  // Scores of this tile and output of the one before; until the scores are there, and meanwhile() is done.
-  auto start_step = [&](auto meanwhile) {
+  // Scores of tile n and output of the one before; until the scores are there.
+  auto start_step = [&](int n) {
+    load_ahead(n);
     mbarrier_wait(&smem.k_full[k.index], k.parity);
     mbarrier_wait(&smem.v_full[v.index], v.parity);
     take_turn();
@@ -225,7 +266,7 @@ fwd_sm90(const __grid_constant__ Params params) {
     wgmma_fence();
     multiply_scores();
     multiply_values(Bool<true>{});
-    meanwhile();
+    prepare(n);
     wgmma_wait<1>();
     wgmma_hold(s_rmem);
   };
@@ -242,14 +283,16 @@ fwd_sm90(const __grid_constant__ Params params) {
                                {p, {work.batch, head(work, 1)}, query(work, 1), kv0}};
     by_size(p, s_rmem, [&](auto small) {
 #pragma unroll
-      for (int i = 0; i < TILE_N / 2; i++) s_rmem[i] = scorers[i / 2 % 2].score(s_rmem[i], 0, i / 4 * 8 + i % 2, small);
+      for (int i = 0; i < TILE_N / 2; i++) {
+        s_rmem[i] = scorers[i / 2 % 2].score(s_rmem[i], 0, i / 4 * 8 + i % 2, small.template with<false>(addend(i)));
+      }
     });
   };
   auto hide = [&](int n) {
     if constexpr (HIDES_ANYWHERE) {
 #pragma unroll
       for (int i = 0; i < TILE_N / 2; i++) {
-        if (hidden[i / 32] >> i % 32 & 1) s_rmem[i] = HIDDEN;
+        if (hidden[i / 2 % 2] >> Bits::place(i / 4, i % 2) & 1) s_rmem[i] = HIDDEN;
       }
     } else {
       const int kv0 = first_key(n);
@@ -273,7 +316,8 @@ fwd_sm90(const __grid_constant__ Params params) {
                                {p, {work.batch, head(work, 1)}, query(work, 1), kv0, side(n)}};
     return by_size(p, s_rmem, [&](auto small) {
       return softmax.take_stale<SCORES_HIDE>(s_rmem, [&](float qk, int i, float origin) {
-        return scorers[i / 2 % 2].exponent(qk, scale, origin, 0, i / 4 * 8 + i % 2, small, Bool<true>());
+        const auto known = small.template with<true>(addend(i));
+        return scorers[i / 2 % 2].exponent(qk, scale, origin, 0, i / 4 * 8 + i % 2, known);
       });
     });
   };
@@ -357,9 +401,8 @@ fwd_sm90(const __grid_constant__ Params params) {
     float factor[2];
     release_k(n);
     k.advance();
-    if constexpr (HIDES_ANYWHERE) {
-      if (range.hides(n)) look(n);
-    }
+    load_ahead(n);
+    prepare(n);
     modify(n);
     if (range.hides(n)) hide(n);
     softmax.take_raised<true>(s_rmem, scale, factor);
@@ -368,13 +411,7 @@ fwd_sm90(const __grid_constant__ Params params) {
   auto raising_step = [&](int n) {
     float factor[2];
     bool raised = true;
-    if constexpr (HIDES_ANYWHERE) {
-      start_step([&] {
-        if (range.hides(n)) look(n);
-      });
-    } else {
-      start_step([] {});
-    }
+    start_step(n);
     release_k(n);
     k.advance();
     modify(n);
@@ -389,7 +426,7 @@ fwd_sm90(const __grid_constant__ Params params) {
     round_p(n);
   };
   auto full_step = [&](int n) {
-    start_step([] {});
+    start_step(n);
     const bool outgrown = take_stale(n);
     if (!outgrown) release_k(n);
     finish_output();

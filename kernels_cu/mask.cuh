@@ -25,6 +25,10 @@ constexpr bool STARTS_INSIDE = cfg::ALIBI && !HIDES_KEYS;
 constexpr bool RISES = cfg::ALIBI && !BOUND_RIGHT && !STARTS_INSIDE;
 // Whether elements differ in more than their distance from the diagonal: what it takes to compute them is much code.
 constexpr bool BY_ELEMENT = HIDES_ANYWHERE || cfg::BIAS || cfg::SCORE_MOD || cfg::DROPOUT;
+// Whether what an element adds to its score, and whether it is hidden, can be read 16 bytes at a time of a row of keys:
+// Hopper's kernels do that ahead of the scores.
+constexpr bool ADDENDS_AHEAD = cfg::BIAS && cfg::WIDE_BIAS;
+constexpr bool HIDDEN_AHEAD = cfg::MASK && cfg::WIDE_MASK && !cfg::MASK_MOD;
 // Whether a score may be -inf though its key is not hidden.
 constexpr bool SCORES_HIDE = cfg::BIAS || cfg::SCORE_MOD;
 
@@ -314,6 +318,11 @@ template <> struct Chosen<false> {
   __device__ __forceinline__ bool has(int) const { return true; }
 };
 
+// HIDDEN_AHEAD: a row of the array, from its first key on; 1 where a key is visible.
+__device__ __forceinline__ const unsigned char* visible_row(const Params& p, const Head& at, int q_idx) {
+  return p.mask + at.batch * p.mask_stride[0] + at.head * p.mask_stride[1] + q_idx * p.mask_stride[2];
+}
+
 // What query q_idx sees of the keys kv0 + offset. Made once a row, it takes one comparison or two an element where
 // offsets are constants.
 struct VisibleKeys {
@@ -321,8 +330,9 @@ struct VisibleKeys {
   From<BOUND_LEFT> first;
   Listed<cfg::MASK> listed;
   Chosen<cfg::MASK_MOD> chosen;
+  __device__ __forceinline__ bool by_position(int offset) const { return last.has(offset) && first.has(offset); }
   __device__ __forceinline__ bool has(int offset) const {
-    return last.has(offset) && first.has(offset) && listed.has(offset) && chosen.has(offset);
+    return by_position(offset) && listed.has(offset) && chosen.has(offset);
   }
 };
 __device__ __forceinline__ VisibleKeys visible_keys(const Params& p, int q_idx, int kv0, const Head& at = {}) {
@@ -409,13 +419,19 @@ __device__ __forceinline__ Words philox(u32 c0, u32 c1, u32 c2, u32 c3, u64 key)
 // One of the scores' natural units in those that a Scorer makes: log2, for exponentials; natural for the user's functions.
 constexpr Real UNIT = cfg::SCORE_MOD ? 1 : LOG2_E;
 
+// What is known of elements before their scores are made. SMALL: their products are so small beside softcap, as they mostly
+// are, that a series does. ONE_SIDED: on which side of the diagonal they lie. GIVEN: what is to be added.
+template <bool SMALL_, bool ONE_SIDED_ = false, bool GIVEN_ = false> struct Known {
+  static constexpr bool SMALL = SMALL_, ONE_SIDED = ONE_SIDED_, GIVEN = GIVEN_;
+  Real addend = 0;
+  template <bool SIDE> __device__ __forceinline__ Known<SMALL, SIDE, ADDENDS_AHEAD> with(Real addend) const { return {addend}; }
+};
+
 // Makes scores of products q.k, in its units, and gradients of products of gradients of scores. A positive scale
 // alone commutes with the maximum, so it is folded into the exponent's fused multiply-add (exponent_scale); everything
 // else is applied here first. Made for one element, others are told by how far they lie from it: constants, so that
 // what depends on positions costs little.
 //
-// SMALL, in what follows: the product is so small that softcap has a series for it, see by_size. ONE_SIDED: it is known
-// on which side of the diagonal the element lies.
 struct Scorer {
   const Params& p;
   Real slope, distance;   // ALIBI: of the head, in its units, negative behind the diagonal if ONE_SIDED; how far in front
@@ -435,22 +451,24 @@ struct Scorer {
   }
 
   // A number, and what is added to the product's own score.
-  template <bool ONE_SIDED = false>
-  __device__ __forceinline__ Real with_addend(Real sum, int q_offset, int kv_offset, Bool<ONE_SIDED> = {}) const {
+  template <class Told = Known<false>>
+  __device__ __forceinline__ Real with_addend(Real sum, int q_offset, int kv_offset, Told known = {}) const {
     if (cfg::ALIBI) {
       const Real apart = q_offset - kv_offset;
-      if (ONE_SIDED || cfg::CAUSAL) sum = fma_real(-slope, apart, fma_real(-slope, distance, sum));
+      if (Told::ONE_SIDED || cfg::CAUSAL) sum = fma_real(-slope, apart, fma_real(-slope, distance, sum));
       else sum = fma_real(-slope, abs_real(distance + apart), sum);
     }
-    if (cfg::BIAS && q_idx + q_offset < p.seqlen_q && kv_idx + kv_offset < p.seqlen_k) {
+    if (Told::GIVEN) {
+      sum = fma_real(known.addend, UNIT, sum);
+    } else if (cfg::BIAS && q_idx + q_offset < p.seqlen_q && kv_idx + kv_offset < p.seqlen_k) {
       const i64 key_stride = cfg::UNIT_BIAS ? 1 : p.bias_stride[3];
       sum = fma_real(Real(to_real(bias[q_offset * p.bias_stride[2] + kv_offset * key_stride])), UNIT, sum);
     }
     return sum;
   }
-  template <bool SMALL = false>
-  __device__ __forceinline__ Real score(Real qk, int q_offset, int kv_offset, Bool<SMALL> small = {}) const {
-    return modified(unmodified(qk, q_offset, kv_offset, small), q_offset, kv_offset);
+  template <class Told = Known<false>>
+  __device__ __forceinline__ Real score(Real qk, int q_offset, int kv_offset, Told known = {}) const {
+    return modified(unmodified(qk, q_offset, kv_offset, known), q_offset, kv_offset);
   }
   // It in two steps. What queries that do not exist score is left alone: it must not become NaN.
   __device__ __forceinline__ Real modified(Real s, int q_offset, int kv_offset) const {
@@ -461,18 +479,17 @@ struct Scorer {
     }
     return s;
   }
-  template <bool SMALL = false>
-  __device__ __forceinline__ Real unmodified(Real qk, int q_offset, int kv_offset, Bool<SMALL> small = {}) const {
-    return cfg::SCALE_FIRST ? with_product(qk, with_addend(0, q_offset, kv_offset), small) : qk;
+  template <class Told = Known<false>>
+  __device__ __forceinline__ Real unmodified(Real qk, int q_offset, int kv_offset, Told known = {}) const {
+    return cfg::SCALE_FIRST ? with_product(qk, with_addend(0, q_offset, kv_offset, known), known) : qk;
   }
   // The score in units of log2, less `origin`.
-  template <bool SMALL, bool ONE_SIDED>
-  __device__ __forceinline__ Real exponent(Real qk, Real scale, Real origin, int q_offset, int kv_offset, Bool<SMALL> small,
-                                           Bool<ONE_SIDED> one_sided) const {
+  template <class Told>
+  __device__ __forceinline__ Real exponent(Real qk, Real scale, Real origin, int q_offset, int kv_offset, Told known) const {
     if constexpr (cfg::SCORE_MOD || !cfg::SCALE_FIRST) {
-      return fma_real(score(qk, q_offset, kv_offset, small), scale, -origin);
+      return fma_real(score(qk, q_offset, kv_offset, known), scale, -origin);
     } else {
-      return with_product(qk, with_addend(-origin, q_offset, kv_offset, one_sided), small);
+      return with_product(qk, with_addend(-origin, q_offset, kv_offset, known), known);
     }
   }
 
@@ -542,11 +559,11 @@ struct Scorer {
 
  private:
   // A number and the product's own score.
-  template <bool SMALL> __device__ __forceinline__ Real with_product(Real qk, Real sum, Bool<SMALL>) const {
+  template <class Told> __device__ __forceinline__ Real with_product(Real qk, Real sum, Told) const {
     constexpr Real UNITS = UNIT / Real(LOG2_E);
     if constexpr (!cfg::SOFTCAP) {
       return fma_real(p.scale_log2 * UNITS, qk, sum);
-    } else if constexpr (SMALL) {
+    } else if constexpr (Told::SMALL) {
       const Real(&series)[4] = p.softcap_series, square = qk * qk;
       const Real factor = fma_real(fma_real(fma_real(series[3], square, series[2]), square, series[1]), square, series[0]);
       return fma_real(factor, qk * UNITS, sum);
@@ -584,14 +601,18 @@ struct Scorer {
   }
 };
 
-// body(Bool<SMALL>), to give to a Scorer. SMALL: all products s of the warp are so small beside softcap, as they mostly
-// are, that a series does. It leaves the units that exponentials need alone.
+// body(Known<SMALL>()), for all products s of the warp. The series leaves the units that exponentials need alone.
 template <class Products, class Body>
 __device__ __forceinline__ auto by_size(const Params& p, const Products& s, Body body) {
   if constexpr (cfg::SOFTCAP && sizeof(cfg::Element) == 2) {
-    if (!__any_sync(~0u, largest(s) > p.softcap_small)) return body(Bool<true>());
+    if (!__any_sync(~0u, largest(s) > p.softcap_small)) return body(Known<true>());
   }
-  return body(Bool<false>());
+  return body(Known<false>());
+}
+
+// ADDENDS_AHEAD: a row of what is added, from its first key on.
+__device__ __forceinline__ const cfg::Bias* addend_row(const Params& p, const Head& at, int q_idx) {
+  return p.bias + at.batch * p.bias_stride[0] + at.head * p.bias_stride[1] + q_idx * p.bias_stride[2];
 }
 
 __device__ __forceinline__ auto exponent_scale(const Params& p) {

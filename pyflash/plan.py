@@ -180,17 +180,23 @@ def _config(problem: Problem, name: str, row: Row, tensors: dict[str, Tensor]) -
 
 def _score_config(problem: Problem, name: str, row: Row) -> dict[str, object]:
     blocks = problem.option("block_mask")
+    arrays, hopper = dict(problem.tensors), KERNELS[name].only_capability is not None
     # Whether elements of neighbouring keys are neighbours in memory. With it of a mask fwd_sm80 spills 804 bytes,
-    # not 316, so Hopper's kernels alone are told.
-    told = ("bias", "mask") if KERNELS[name].only_capability else ("bias",)
-    last = {n: (t.shape[-1:], t.strides[-1:]) for n, t in problem.tensors if n in told}
+    # not 316, so Hopper's kernels alone are told; and whether rows can be read 16 bytes at a time.
+    last = {n: (t.shape[-1:], t.strides[-1:]) for n, t in arrays.items() if n == "bias" or (n == "mask" and hopper)}
     unit = {f"UNIT_{n.upper()}": n in last and last[n][0] > (1,) and last[n][1] == (1,) for n in ("bias", "mask")}
+    read = {"bias": problem.dtype.name, "mask": "bool"}
+    wide = {
+        f"WIDE_{n.upper()}": hopper and unit[f"UNIT_{n.upper()}"] and arrays[n].dtype == dtype and arrays[n].wide()
+        for n, dtype in read.items()
+    }
     return {
         "SCALE_FIRST": problem.softmax_scale <= 0 or features.changes_scores(problem.on),
         "Bias": _bias_element(problem),
         "MASK_BLOCK_M": blocks.block_q if blocks else row.tile_m,
         "MASK_BLOCK_N": blocks.block_k if blocks else row.tile_n,
         **unit,
+        **wide,
         **features.flags(problem.on),
         "SCATTERS": sums.scatters(problem),
     }

@@ -42,7 +42,7 @@ class Tensor(NamedTuple):
 
     def wide(self) -> bool:
         """Whether rows can be moved 16 bytes at a time."""
-        itemsize = DTYPES[self.dtype].itemsize
+        itemsize = DTYPES[self.dtype].itemsize if self.dtype in DTYPES else 1  # bool
         outer = zip(self.shape[:-1], self.strides[:-1], strict=True)
         return (
             self.alignment == 16

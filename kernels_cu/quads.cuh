@@ -1,0 +1,68 @@
+// Rows of arrays in global memory as accumulators need them: a lane reads 16 bytes at a time, quads of lanes trade what
+// they read, and then lane t of a quad has columns 8 j + 2 t and the next of its quad's row. Loads are for the caller to
+// start early; what is done with them waits for them.
+#pragma once
+#include "tile_sm90.cuh"
+
+// COLUMNS 16-bit elements. Of a row that begins at a multiple of 16 bytes and has a multiple of 8 columns.
+template <int COLUMNS> struct QuadPairs {
+  static constexpr int UNIT_COLUMNS = 8, UNITS = COLUMNS / UNIT_COLUMNS, LOADS = (UNITS + 3) / 4;
+  u32 x[LOADS][4];
+
+  // Columns from `columns` on do not exist, and become zeros.
+  __device__ __forceinline__ void load(const void* row, int columns, int lane) {
+#pragma unroll
+    for (int k = 0; k < LOADS; k++) {
+      const int unit = 4 * k + lane % 4;
+#pragma unroll
+      for (u32& word : x[k]) word = 0;
+      if (unit * UNIT_COLUMNS < min(columns, COLUMNS)) {
+        ld_global_v4(x[k], static_cast<const unsigned char*>(row) + unit * UNIT_BYTES);
+      }
+    }
+  }
+  __device__ __forceinline__ void arrange(int lane) {
+#pragma unroll
+    for (int k = 0; k < LOADS; k++) transpose_quad(x[k], lane);
+  }
+  // Once arranged: the lane's two columns of the j-th eight.
+  __device__ __forceinline__ u32 pair(int j) const { return x[j / 4][j % 4]; }
+};
+
+// COLUMNS bytes that are 0 or 1, in bits. Of a row that begins at a multiple of 16 bytes and has a multiple of 16 columns.
+template <int COLUMNS> struct QuadBits {
+  static constexpr int UNIT_COLUMNS = 16, UNITS = COLUMNS / UNIT_COLUMNS, LOADS = (UNITS + 3) / 4;
+  static_assert(LOADS <= 2, "the bits of a lane's columns are a word");
+  u32 x[LOADS][4];
+
+  __device__ __forceinline__ void load(const void* row, int columns, int lane) {
+#pragma unroll
+    for (int k = 0; k < LOADS; k++) {
+      const int unit = 4 * k + lane % 4;
+#pragma unroll
+      for (u32& word : x[k]) word = 0;
+      if (unit * UNIT_COLUMNS < min(columns, COLUMNS)) {
+        ld_global_v4(x[k], static_cast<const unsigned char*>(row) + unit * UNIT_BYTES);
+      }
+    }
+  }
+  // Those of the lane's columns, each at its place().
+  __device__ __forceinline__ u32 bits(int lane) const {
+    u32 own = 0, found = 0;
+#pragma unroll
+    for (int k = 0; k < LOADS; k++) own |= (eight(x[k][0], x[k][1]) | eight(x[k][2], x[k][3]) << 8) << 16 * k;
+#pragma unroll
+    for (int t = 0; t < 4; t++) found |= (__shfl_sync(~0u, own, (lane & ~3) | t) >> lane % 4 * 2 & 0x03030303) << 2 * t;
+    return found;
+  }
+  // Of the first (e = 0) or second of the lane's two columns of the j-th eight.
+  static __device__ __forceinline__ constexpr int place(int j, int e) {
+    return j / 8 * 16 + j % 2 * 8 + j % 8 / 2 * 2 + e;
+  }
+
+ private:
+  // Eight bytes to bits: a product moves those of four, apart from each other, to its last four.
+  static __device__ __forceinline__ u32 eight(u32 first, u32 second) {
+    return (first * 0x01020408u + second * 0x10204080u) >> 24;
+  }
+};
