@@ -396,8 +396,8 @@ fwd_sm90(const __grid_constant__ Params params) {
     if (HIDES_KEYS && unchecked && __builtin_expect(!check_output(), 0)) redo_output(begin);
   };
 
-  // ---- Steps: p of key tile n, beside o += p v of the tile before
-  auto first_step = [&](int n) {  // the scores are there, and there is no tile before
+  // ---- Steps: p of key tile n, whose scores are there, beside o += p v of the tile before
+  auto first_step = [&](int n) {  // there is no tile before
     float factor[2];
     release_k(n);
     k.advance();
@@ -408,16 +408,16 @@ fwd_sm90(const __grid_constant__ Params params) {
     softmax.take_raised<true>(s_rmem, scale, factor);
     round_p(n);
   };
+  bool rising = false;  // ADAPTS: the warp's last step was outgrown
   auto raising_step = [&](int n) {
     float factor[2];
     bool raised = true;
-    start_step(n);
     release_k(n);
     k.advance();
     modify(n);
-    if (!RAISES || range.hides(n)) hide(n);
+    if (!(RAISES || ADAPTS || HIDES_ANYWHERE) || range.hides(n)) hide(n);
     if constexpr (BY_ELEMENT) {
-      raised = softmax.take_checked(s_rmem, scale, factor);
+      raised = rising = softmax.take_checked(s_rmem, scale, factor);
     } else {
       softmax.take_raised<true>(s_rmem, scale, factor);
     }
@@ -426,8 +426,8 @@ fwd_sm90(const __grid_constant__ Params params) {
     round_p(n);
   };
   auto full_step = [&](int n) {
-    start_step(n);
     const bool outgrown = take_stale(n);
+    rising = outgrown;
     if (!outgrown) release_k(n);
     finish_output();
     make_hidden_harmless(n + 1);
@@ -503,9 +503,15 @@ fwd_sm90(const __grid_constant__ Params params) {
     }
     first_step(range.end - 1);
     for (int n = range.end - 2; n >= range.begin; n--) {
-      if (!RAISES && !range.hides(n) && side(n)) {
+      const bool full = !RAISES && !range.hides(n) && side(n);
+      if constexpr (ADAPTS) {
+        start_step(n);
+        if (full && !rising) full_step(n); else raising_step(n);
+      } else if (full) {
+        start_step(n);
         full_step(n);
       } else {
+        start_step(n);
         raising_step(n);
       }
     }

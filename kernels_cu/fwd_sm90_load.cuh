@@ -18,7 +18,10 @@ constexpr int CONSUMER_WARPS = CONSUMERS * WARPGROUP / WARP;
 constexpr bool PING_PONG = cfg::PING_PONG && CONSUMERS > 1;
 // Whether every step looks for the maximum: a stale reference would be outgrown again and again, or where masks hide
 // elements it would take much code to compute scores anew.
-constexpr bool RAISES = RISES || HIDES_ANYWHERE;
+constexpr bool RAISES = RISES || HIDES_IN_ANY_TILE;
+// Whether steps do so after one whose reference was outgrown, until one need not raise it: what scores do along a row is
+// anybody's guess.
+constexpr bool ADAPTS = SCORES_HIDE && !RAISES;
 constexpr bool DYNAMIC = cfg::DYNAMIC || WALKS_DIFFER;  // whether tiles are handed out as CTAs get free
 static_assert(!VARLEN || (cfg::PACK == 1 && !cfg::SPLIT), "one head in a tile, and all keys");
 static_assert(cfg::NUM_THREADS == (CONSUMERS + 1) * WARPGROUP, "one warpgroup loads, the others compute");

@@ -12,13 +12,15 @@ __device__ __forceinline__ i64 read(i64 x) { return x; }
 template <class Element> __device__ __forceinline__ Real read(Element x) { return Real(to_real(x)); }
 
 // An element of an array of as many dimensions as there are indices. Outside of the array is its edge.
-template <class Int> __device__ __forceinline__ i64 along(Int index, int size, i64 stride) {
-  const Int below = index < size ? index : Int(size - 1);
-  return (below > 0 ? below : 0) * stride;
+template <bool> struct Counted { using Place = i64; };
+template <> struct Counted<true> { using Place = int; };
+using Place = Counted<cfg::NEAR_ARRAYS>::Place;  // of an element: whether 32 bits hold it is known
+template <class Int> __device__ __forceinline__ Place along(Int index, int size, i64 stride) {
+  return Place(max(min(index, Int(size - 1)), Int(0))) * Place(stride);
 }
 template <class Element, class... Index>
 __device__ __forceinline__ auto load(const void* array, const i64 (&stride)[4], const int (&size)[4], Index... index) {
-  i64 place = 0;
+  Place place = 0;
   int d = 0;
   ((place += along(index, size[d], stride[d]), d++), ...);
   return read(static_cast<const Element*>(array)[place]);

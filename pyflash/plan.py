@@ -17,6 +17,7 @@ _WORKSPACE_ALIGNMENT, MAX_GRID = 256, 2**31 - 1
 _WG_ROWS = 64  # rows of a warpgroup
 # For estimates: what a multiprocessor of Hopper does a second; what an output tile's ends and another launch take.
 _SM_FLOPS, _SM_BANDWIDTH, _TILE_SECONDS, _COMBINE_SECONDS = 5e12, 30e9, 2.5e-6, 4e-6
+_CAPTURED = {slot.name for slot in features.CAPTURED}
 _PARTIAL = {"o": "o_partial", "lse": "lse_partial"}  # where a forward that splits keys leaves the parts' results
 
 
@@ -197,6 +198,7 @@ def _score_config(problem: Problem, name: str, row: Row) -> dict[str, object]:
         "MASK_BLOCK_N": blocks.block_k if blocks else row.tile_n,
         **unit,
         **wide,
+        "NEAR_ARRAYS": all(t.span() < 2**31 for n, t in arrays.items() if n in _CAPTURED),
         **features.flags(problem.on),
         "SCATTERS": sums.scatters(problem),
     }

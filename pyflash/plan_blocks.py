@@ -74,6 +74,7 @@ def _launch(problem: MaskProblem, kernel: str, grid: int, **more: object) -> Lau
             ("TILE_N", blocks.block_k),
             ("NUM_THREADS", row.threads),
             ("MIN_CTAS", row.min_ctas),
+            ("NEAR_ARRAYS", False),
         ),
         grid=grid,
         block=row.threads,

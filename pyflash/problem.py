@@ -51,6 +51,10 @@ class Tensor(NamedTuple):
             and all(extent <= 1 or stride * itemsize % 16 == 0 for extent, stride in outer)
         )
 
+    def span(self) -> int:
+        """How many elements there are in memory from the first to the last, if strides are positive; or back."""
+        return sum((extent - 1) * abs(stride) for extent, stride in zip(self.shape, self.strides, strict=True)) + 1
+
     def overlaps_itself(self) -> bool:
         """Whether two indices can share an address, by the sufficient test that sorted strides nest."""
         if 0 in self.shape:
