@@ -2,6 +2,7 @@
 // exponentials of a step.
 #pragma once
 #include "mask.cuh"
+#include "quads.cuh"
 #include "softmax.cuh"
 #include "tile_sm90.cuh"
 
@@ -273,14 +274,43 @@ constexpr bool WEIGHS = KEEPS_SCORES || DROPS;
 // What HIDES_ANYWHERE is not asked twice: in bits, those of a lane's elements; or, where p or the weight goes
 // to another warpgroup, as minus zero, which no other is but one that is as good as hidden.
 using HiddenBits = u32[TILE_M / 64];
+// Where the bit of element `index` is.
+__device__ __forceinline__ constexpr int hidden_place(int index) {
+  return TransposedBits<64>::place(index % 32 / 8, index % 8 / 2, index % 2);
+}
 constexpr bool MARKS_HIDDEN = HIDES_ANYWHERE && cfg::LARGE_HEADS;
 constexpr float MARK = -0.f;
+
+// What lies in memory for each element of a warp's scores, loaded before these are there.
+struct Ahead {
+  TransposedPairs<TILE_M> addends;
+  TransposedBits<ADDENDS_AHEAD || HIDDEN_AHEAD ? TILE_M : 64> seen;
+
+  // Of the queries from m0 on, and the warp's keys, of which key0 is the first.
+  __device__ __forceinline__ void load(const Params& p, const Head& head, int m0, int key0, int lane) {
+    auto exists = [&](int row) { return m0 + row < p.seqlen_q; };
+    if constexpr (ADDENDS_AHEAD) {
+      auto row = [&](int i) { return exists(i) ? addend_row(p, head, m0 + i) + key0 : nullptr; };
+      addends.load([&](int i) -> const void* { return row(i); }, p.seqlen_k - key0, lane);
+    }
+    if constexpr (HIDDEN_AHEAD) {
+      auto row = [&](int i) { return exists(i) ? visible_row(p, head, m0 + i) + key0 : nullptr; };
+      seen.load([&](int i) -> const void* { return row(i); }, p.seqlen_k - key0, lane);
+    }
+  }
+  // Of element `index` of the lane's.
+  __device__ __forceinline__ float addend(int index) const {
+    if constexpr (!ADDENDS_AHEAD) return 0;
+    const Pair pair = unpack2(addends.x[index / 8][index % 8 / 2]);
+    return index % 2 ? pair.second : pair.first;
+  }
+};
 
 // p = exp(s - lse), rounded, weights if WEIGHS, and what is hidden if BY_ELEMENT. `key` is the lane's first.
 __device__ __forceinline__ void exponentiate(const Params& p, u32 (&p_rmem)[M_STEPS][4], u32 (&weight_rmem)[M_STEPS][4],
                                              HiddenBits& hidden, const float (&s_rmem)[TILE_M / 2],
-                                             const TileValues& lse_smem, float scale, const Head& head, int m0, int key,
-                                             bool hides, int lane) {
+                                             Ahead& ahead, const TileValues& lse_smem, float scale, const Head& head,
+                                             int m0, int key, bool hides, int lane) {
   auto every_element = [&](auto small, const Scorer& scorer, auto hide) {
 #pragma unroll
     for (int s = 0; s < M_STEPS; s++) {
@@ -291,7 +321,8 @@ __device__ __forceinline__ void exponentiate(const Params& p, u32 (&p_rmem)[M_ST
 #pragma unroll
         for (int e = 0; e < 2; e++) {
           const int offset = s * 16 + i / 2 * 8 + e, index = 8 * s + 2 * i + e;
-          x[e] = ex2(scorer.exponent(s_rmem[index], scale, lse.x[i / 2][e], offset, i % 2 * 8, small));
+          const auto known = small.template with<false>(ahead.addend(index));
+          x[e] = ex2(scorer.exponent(s_rmem[index], scale, lse.x[i / 2][e], offset, i % 2 * 8, known));
           hide(x[e], i % 2, offset, index);
           const float marked = scorer.marked(x[e], offset, i % 2 * 8);
           if (WEIGHS) weight[e] = KEEPS_SCORES ? scorer.weight(x[e], s_rmem[index], offset, i % 2 * 8) : marked;
@@ -308,16 +339,27 @@ __device__ __forceinline__ void exponentiate(const Params& p, u32 (&p_rmem)[M_ST
     const int q0 = opaque(m0 + lane % 4 * 2) & ~9;  // which share random bits: the compiler knows then
 #pragma unroll
     for (u32& bits : hidden) bits = 0;
+    if constexpr (ADDENDS_AHEAD) ahead.addends.arrange();
     if (hides) {
       const VisibleQueries queries[2] = {visible_queries(p, key, q0, head), visible_queries(p, key + 8, q0, head)};
+      bool any = true;
+      if constexpr (HIDDEN_AHEAD) {
+        hidden[0] = ~ahead.seen.bits(lane);
+        auto all = [&](const VisibleQueries& of_key) { return of_key.by_position(0) && of_key.by_position(TILE_M - 7); };
+        any = __any_sync(~0u, !(all(queries[0]) && all(queries[1])));
+      }
+      if (any) {
 #pragma unroll
-      for (int i = 0; i < TILE_M / 2; i++) {
-        hidden[i / 32] |= u32(!queries[i / 2 % 2].has(i / 4 * 8 + i % 2)) << i % 32;
+        for (int i = 0; i < TILE_M / 2; i++) {
+          const int r = i / 2 % 2, offset = i / 4 * 8 + i % 2;
+          const bool is_seen = HIDDEN_AHEAD ? queries[r].by_position(offset) : queries[r].has(offset);
+          hidden[i / 32] |= u32(!is_seen) << hidden_place(i);
+        }
       }
     }
     by_size(p, s_rmem, [&](auto small) {
       every_element(small, Scorer(p, head, q0, key), [&](float& x, int, int, int index) {
-        if (hidden[index / 32] >> index % 32 & 1) x = MARK;
+        if (hidden[index / 32] >> hidden_place(index) & 1) x = MARK;
       });
     });
   } else {
@@ -382,7 +424,7 @@ __device__ __forceinline__ void hide(float (&ds_rmem)[TILE_M / 2], const Params&
 __device__ __forceinline__ void hide(float (&ds_rmem)[TILE_M / 2], const HiddenBits& hidden) {
 #pragma unroll
   for (int i = 0; i < TILE_M / 2; i++) {
-    if (hidden[i / 32] >> i % 32 & 1) ds_rmem[i] = 0;
+    if (hidden[i / 32] >> hidden_place(i) & 1) ds_rmem[i] = 0;
   }
 }
 

@@ -83,6 +83,7 @@ __device__ __forceinline__ void compute_probabilities(Own<VARLEN>& own, Smem& sm
   float dv_rmem[TILE_DV / 2], s_rmem[TILE_M / 2];
   u32 p_rmem[M_STEPS][4], weight_rmem[M_STEPS][4];
   HiddenBits hidden;
+  Ahead ahead;
   Ring<STAGES> stage;
   Ring<P_BUFFERS> buffer;
   Ring<1> keys;
@@ -106,7 +107,8 @@ __device__ __forceinline__ void compute_probabilities(Own<VARLEN>& own, Smem& sm
       const bool last = step == steps;
       const Head head = tile.queries.head(visit);
       const bool hides = tile.queries.hides(visit);
-      exponentiate(p, p_rmem, weight_rmem, hidden, s_rmem, smem.lse[at], scale, head, m0, key, hides, lane);
+      ahead.load(p, head, m0, tile.n0() + warp_key, lane);
+      exponentiate(p, p_rmem, weight_rmem, hidden, s_rmem, ahead, smem.lse[at], scale, head, m0, key, hides, lane);
       mbarrier_wait(&smem.p_empty[buffer.index], buffer.parity ^ 1);
 #pragma unroll
       for (int s = 0; s < M_STEPS; s++) {

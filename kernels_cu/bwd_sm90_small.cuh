@@ -82,6 +82,7 @@ __device__ __forceinline__ void consume(Own<VARLEN>& own, Smem& smem, int consum
   float dk_rmem[TILE_D / 2], dv_rmem[TILE_DV / 2], s_rmem[TILE_M / 2], dp_rmem[TILE_M / 2];
   u32 a_rmem[M_STEPS][4];       // pT, then dsT
   HiddenBits hidden;
+  Ahead ahead;
   u32 weight_rmem[M_STEPS][4];  // if WEIGHS: dv is on its way with pT when weights are needed
   Ring<STAGES> stage;
   Ring<DS_BUFFERS> buffer;
@@ -128,6 +129,7 @@ __device__ __forceinline__ void consume(Own<VARLEN>& own, Smem& smem, int consum
       keys.advance();
     }
     QueryVisit visit = tile.queries.start(p);
+    if (steps) ahead.load(p, tile.queries.head(visit), visit.tile * TILE_M, tile.n0() + warp_key, lane);
     bool dv_lacks = false;
     for (int step = 1; step <= steps; step++) {
       const int at = stage.index, m0 = visit.tile * TILE_M;
@@ -136,7 +138,7 @@ __device__ __forceinline__ void consume(Own<VARLEN>& own, Smem& smem, int consum
       mbarrier_wait(&smem.dout_full[at], stage.parity);
       const bool hides = tile.queries.hides(visit);
       if (HIDES_KEYS && hides) dv_lacks |= smem.dout_made_finite[at];
-      exponentiate(p, a_rmem, weight_rmem, hidden, s_rmem, smem.lse[at], scale, head, m0, key, hides, lane);
+      exponentiate(p, a_rmem, weight_rmem, hidden, s_rmem, ahead, smem.lse[at], scale, head, m0, key, hides, lane);
       multiply_dp_and_dv(at);
       wgmma_wait<1>();
       wgmma_hold(dp_rmem);
@@ -169,6 +171,11 @@ __device__ __forceinline__ void consume(Own<VARLEN>& own, Smem& smem, int consum
       if (!last) mbarrier_wait(&smem.q_full[stage.index], stage.parity);
       wgmma_fence();
       multiply_scores(last ? at : stage.index);
+      if constexpr (ADDENDS_AHEAD || HIDDEN_AHEAD) {
+        QueryVisit next = visit;
+        tile.queries.advance(p, next);
+        if (!last) ahead.load(p, tile.queries.head(next), next.tile * TILE_M, tile.n0() + warp_key, lane);
+      }
       if (cfg::PING_PONG) named_barrier_arrive(TURN + (consumer + 1) % CONSUMERS, TURN_THREADS);
       wgmma_wait<0>();
       wgmma_hold(s_rmem);

@@ -349,8 +349,9 @@ struct VisibleQueries {
   Below<BOUND_LEFT || HIDES_ANYWHERE || VARLEN> last;
   Listed<cfg::MASK> listed;
   Chosen<cfg::MASK_MOD> chosen;
+  __device__ __forceinline__ bool by_position(int offset) const { return first.has(offset) && last.has(offset); }
   __device__ __forceinline__ bool has(int offset) const {
-    return (first.has(offset) && last.has(offset) && listed.has(offset)) & chosen.has(offset);
+    return (by_position(offset) && listed.has(offset)) & chosen.has(offset);
   }
 };
 __device__ __forceinline__ VisibleQueries visible_queries(const Params& p, int kv_idx, int q0, const Head& at = {}) {
@@ -386,7 +387,7 @@ __device__ __forceinline__ int side_of(const Params& p, int q_begin, int q_end, 
 constexpr bool KEEPS_SCORES = cfg::SCORE_MOD || (cfg::SOFTCAP && sizeof(cfg::Element) > 2);
 
 // Whether gradient() adds to sums that a launch before has begun.
-constexpr bool ADDS_TO_SUMS = cfg::BIAS || cfg::SCATTERS;
+constexpr bool ADDS_TO_SUMS = cfg::DBIAS || cfg::SCATTERS;
 
 // What the softmax of a row starts from, in units of log2.
 __device__ __forceinline__ Real row_start(const Params& p, const Head& at) {
@@ -436,6 +437,7 @@ struct Scorer {
   const Params& p;
   Real slope, distance;   // ALIBI: of the head, in its units, negative behind the diagonal if ONE_SIDED; how far in front
   const cfg::Bias* bias;  // BIAS: of the element
+  Real* dbias;            // DBIAS: the same
   Head at;
   int q_idx, kv_idx;
   mutable RunningSums<Real, cfg::SCATTERS> sums;
@@ -447,6 +449,7 @@ struct Scorer {
       distance = q_idx + p.seqlen_k - p.seqlen_q - kv_idx;
     }
     if constexpr (cfg::BIAS) bias = p.bias + place(p.bias_stride, at, q_idx, kv_idx);
+    if constexpr (cfg::DBIAS) dbias = p.dbias + place(p.dbias_stride, at, q_idx, kv_idx);
     if constexpr (cfg::BIAS || cfg::SCORE_MOD || DROPS) this->at = at, this->q_idx = q_idx, this->kv_idx = kv_idx;
   }
 
@@ -517,8 +520,9 @@ struct Scorer {
 
   // ds of the product from p = 2^(score - origin), marked, dp and delta. The slope of softcap follows from p too: whoever
   // computes ds need not have the product, but for KEEPS_SCORES. It is 0 where p is, or is not a number.
+  template <class Told = Known<false>>
   __device__ __forceinline__ Real gradient(Real prob, Real dp, Real delta, Real origin, int q_offset, int kv_offset,
-                                           Real qk = 0) const {
+                                           Real qk = 0, Told known = {}) const {
     if constexpr (DROPS) {
       dp = prob > 0 ? dp * kept_scale(p) : Real(0);
       prob = abs_real(prob);
@@ -532,10 +536,10 @@ struct Scorer {
     if constexpr (KEEPS_SCORES) {
       t = tanh_real(qk * p.softcap_in);
     } else {
-      const Real capped = log2_real(prob) + origin - with_addend(0, q_offset, kv_offset);
-      t = max(min(capped * p.softcap_out_inverse, Real(1)), Real(-1));
+      const Real around = with_addend(-origin, q_offset, kv_offset, known);  // the same for neighbouring keys, or nearly
+      t = fma_real(lg2(prob), p.softcap_out_inverse, -around * p.softcap_out_inverse);
     }
-    return ds * (1 - t * t);
+    return ds * saturate(fma_real(-t, t, 1));
   }
 
   // The same in two steps, for KEEPS_SCORES where the product is at hand before dp: what of ds is known by then, p times
@@ -588,10 +592,9 @@ struct Scorer {
     }
   }
   __device__ __forceinline__ void add_to_dbias(Real weight, Real ds, int q_offset, int kv_offset) const {
-    if constexpr (cfg::BIAS) {
-      if (p.dbias && weight != 0) {
-        atomicAdd(p.dbias + place(p.dbias_stride, at, q_idx + q_offset, kv_idx + kv_offset), ds);
-      }
+    if constexpr (cfg::DBIAS) {
+      const i64 key_stride = cfg::UNIT_DBIAS ? 1 : p.dbias_stride[3];
+      if (weight != 0) atomicAdd(dbias + q_offset * p.dbias_stride[2] + kv_offset * key_stride, ds);
     }
   }
   // tanh.approx, off by 2^-11, would move a score of 30 by more than its products were rounded.

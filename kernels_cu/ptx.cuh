@@ -165,6 +165,14 @@ __device__ __forceinline__ void await_launches_before() {
 #endif
 }
 
+// 9.7.15.5.17 movmatrix: transposes an 8 x 8 matrix of 16-bit elements, of which lane 4 i + j of the warp holds row i,
+// columns 2 j and the next.
+__device__ __forceinline__ unsigned movmatrix_trans(unsigned x) {
+  unsigned y;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+
 // ---- sm_80: asynchronous copies -------------------------------------------------------------------------------------
 
 // 9.7.9.25.3.1 cp.async: BYTES (4, 8 or 16, both sides aligned to it) from global to shared memory, or zeros where not

@@ -29,6 +29,12 @@ template <int COLUMNS> struct QuadPairs {
   __device__ __forceinline__ u32 pair(int j) const { return x[j / 4][j % 4]; }
 };
 
+// Sixteen bytes that are 0 or 1, to bits: a product moves those of four, apart from each other, to its last four.
+__device__ __forceinline__ u32 bits_of(const u32 (&x)[4]) {
+  auto eight = [](u32 first, u32 second) { return (first * 0x01020408u + second * 0x10204080u) >> 24; };
+  return eight(x[0], x[1]) | eight(x[2], x[3]) << 8;
+}
+
 // COLUMNS bytes that are 0 or 1, in bits. Of a row that begins at a multiple of 16 bytes and has a multiple of 16 columns.
 template <int COLUMNS> struct QuadBits {
   static constexpr int UNIT_COLUMNS = 16, UNITS = COLUMNS / UNIT_COLUMNS, LOADS = (UNITS + 3) / 4;
@@ -50,7 +56,7 @@ template <int COLUMNS> struct QuadBits {
   __device__ __forceinline__ u32 bits(int lane) const {
     u32 own = 0, found = 0;
 #pragma unroll
-    for (int k = 0; k < LOADS; k++) own |= (eight(x[k][0], x[k][1]) | eight(x[k][2], x[k][3]) << 8) << 16 * k;
+    for (int k = 0; k < LOADS; k++) own |= bits_of(x[k]) << 16 * k;
 #pragma unroll
     for (int t = 0; t < 4; t++) found |= (__shfl_sync(~0u, own, (lane & ~3) | t) >> lane % 4 * 2 & 0x03030303) << 2 * t;
     return found;
@@ -59,10 +65,53 @@ template <int COLUMNS> struct QuadBits {
   static __device__ __forceinline__ constexpr int place(int j, int e) {
     return j / 8 * 16 + j % 2 * 8 + j % 8 / 2 * 2 + e;
   }
+};
 
- private:
-  // Eight bytes to bits: a product moves those of four, apart from each other, to its last four.
-  static __device__ __forceinline__ u32 eight(u32 first, u32 second) {
-    return (first * 0x01020408u + second * 0x10204080u) >> 24;
+// The same of accumulators that are transposed, of a warp's 16 keys and ROWS queries: a lane holds, of keys lane / 4 + 8 * (i % 2),
+// queries 16 s + 8 * (i / 2) + 2 * (lane % 4) + e. `row(q)` is where query q's row of the warp's keys begins, or null.
+template <int ROWS> struct TransposedPairs {  // of 16-bit elements
+  u32 x[ROWS / 16][4];
+
+  // Keys from `keys` on, a multiple of 8, do not exist, and become zeros.
+  template <class Row> __device__ __forceinline__ void load(Row row, int keys, int lane) {
+#pragma unroll
+    for (int s = 0; s < ROWS / 16; s++) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const u32* from = static_cast<const u32*>(row(16 * s + i / 2 * 8 + lane / 4));
+        x[s][i] = from && i % 2 * 8 < keys ? from[i % 2 * 4 + lane % 4] : 0;
+      }
+    }
+  }
+  __device__ __forceinline__ void arrange() {
+#pragma unroll
+    for (int i = 0; i < ROWS / 4; i++) x[i / 4][i % 4] = movmatrix_trans(x[i / 4][i % 4]);
+  }
+};
+template <int ROWS> struct TransposedBits {  // of bytes that are 0 or 1
+  static_assert(ROWS == 64, "the bits of a lane's elements are a word");
+  u32 x[2][4];  // of queries lane and lane + 32, the warp's keys
+
+  template <class Row> __device__ __forceinline__ void load(Row row, int keys, int lane) {
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+      const void* from = row(lane + 32 * k);
+#pragma unroll
+      for (u32& word : x[k]) word = 0;
+      if (from && keys > 0) ld_global_v4(x[k], from);
+    }
+  }
+  __device__ __forceinline__ u32 bits(int lane) const {
+    const u32 own = bits_of(x[0]) | bits_of(x[1]) << 16;
+    u32 found = 0;
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+      const u32 of_query = __shfl_sync(~0u, own, j / 2 * 8 + j % 2 + lane % 4 * 2);
+      found |= (of_query >> lane / 4 & 0x01010101) << j;
+    }
+    return found;
+  }
+  static __device__ __forceinline__ constexpr int place(int s, int i, int e) {
+    return s / 2 * 16 + i % 2 * 8 + s % 2 * 4 + i / 2 * 2 + e;
   }
 };

@@ -75,8 +75,6 @@ template <int ROWS> struct RowSoftmax {
 
 __device__ __forceinline__ float exp2_real(float x) { return ex2(x); }
 __device__ __forceinline__ double exp2_real(double x) { return exp2(x); }
-__device__ __forceinline__ float log2_real(float x) { return log2f(x); }
-__device__ __forceinline__ double log2_real(double x) { return log2(x); }
 __device__ __forceinline__ float tanh_real(float x) { return tanhf(x); }
 __device__ __forceinline__ double tanh_real(double x) { return tanh(x); }
 // By the GPU's approximations: off by 2^-22, not by a part of small values.
@@ -95,6 +93,9 @@ __device__ __forceinline__ float fma_real(float a, float b, float c) { return fm
 __device__ __forceinline__ double fma_real(double a, double b, double c) { return fma(a, b, c); }
 __device__ __forceinline__ float abs_real(float x) { return fabsf(x); }
 __device__ __forceinline__ double abs_real(double x) { return fabs(x); }
+// In [0, 1]; 0 if it is not a number.
+__device__ __forceinline__ float saturate(float x) { return __saturatef(x); }
+__device__ __forceinline__ double saturate(double x) { return x > 0 ? min(x, 1.0) : 0; }
 __device__ __forceinline__ float log_real(float x) { return logf(x); }
 __device__ __forceinline__ double log_real(double x) { return log(x); }
 

@@ -198,6 +198,8 @@ def _score_config(problem: Problem, name: str, row: Row) -> dict[str, object]:
         "MASK_BLOCK_N": blocks.block_k if blocks else row.tile_n,
         **unit,
         **wide,
+        "DBIAS": "dbias" in arrays,
+        "UNIT_DBIAS": "dbias" in arrays and arrays["bias"].shape[-1:] > (1,),
         "NEAR_ARRAYS": all(t.span() < 2**31 for n, t in arrays.items() if n in _CAPTURED),
         **features.flags(problem.on),
         "SCATTERS": sums.scatters(problem),
@@ -577,7 +579,7 @@ def _backward(problem: Problem, device: Device, family: str, notes: tuple[str, .
     if not through_accum:
         every = {**given, **{n: tensors[n] for n in ("dq", "dk", "dv")}}
         dq = _launch(problem, device, name, every, ("delta", *more.pointers), per_query_tile, {"PHASE_DQ": True})
-        phase = {"PHASE_DQ": False, "SCATTERS": 0}
+        phase = {"PHASE_DQ": False, "SCATTERS": 0, "DBIAS": False}
         dkdv = _launch(problem, device, name, every, ("delta",), per_key_tile, phase)
         return _finish(problem, family, [delta, *more.before, dq, dkdv, *more.after], every_piece, notes)
     main = _launch(

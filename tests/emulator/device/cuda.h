@@ -85,6 +85,7 @@ inline float __expf(float x) { return expf(x); }
 inline float __logf(float x) { return logf(x); }
 inline float __log2f(float x) { return log2f(x); }
 inline float __fdividef(float a, float b) { return a / b; }
+inline float __saturatef(float x) { return x > 0 ? fminf(x, 1) : 0; }
 inline float __frcp_rn(float a) { return 1 / a; }
 
 #define EMU_INTEGER(type)                                   \

@@ -21,6 +21,12 @@ inline unsigned redux_or(unsigned x) {
   return x;
 }
 
+inline unsigned movmatrix_trans(unsigned x) {
+  const unsigned row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2, half = row % 2 * 16;
+  const unsigned first = __shfl_sync(~0u, x, column * 4 + row / 2), second = __shfl_sync(~0u, x, (column + 1) * 4 + row / 2);
+  return (first >> half & 0xffff) | (second >> half & 0xffff) << 16;
+}
+
 inline unsigned smem_u32(const void* p, EMU_SITE) { return emu::shared_address(p, site); }
 
 inline void ldmatrix_x4(unsigned (&d)[4], unsigned smem, EMU_SITE) { emu::load_matrices(d, 4, smem, false, site); }
