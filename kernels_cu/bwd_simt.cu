@@ -16,7 +16,7 @@
 //   otherwise    k, v            q, do               p^T, then ds^T           dv += p^T do,  dk += ds^T q
 //
 //   the visit of a tile:  s = own a * other a | p | dv += p^T do | dp = own b * other b | ds | dq or dk += ds * other a
-#include "mask.cuh"
+#include "score.cuh"
 #include "simt.cuh"
 #include "softmax.cuh"
 

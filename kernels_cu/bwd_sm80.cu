@@ -23,7 +23,7 @@
 // Shared memory (struct Smem): k, v; rings of three query tiles (q, do, lse, delta: read, read, arriving) and of three
 // pT, of which role 0 fills one, role 1 turns one into dsT in place and reads one for dq. dk, dv are staged over k, v.
 #include "bwd_sm80.cuh"
-#include "mask.cuh"
+#include "score.cuh"
 #include "softmax.cuh"
 
 constexpr int RING = cfg::STAGES;  // query tiles and pT in smem

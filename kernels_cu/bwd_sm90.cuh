@@ -1,7 +1,7 @@
 // What the Hopper backward kernels share: who computes which tiles, the loads that TMA does not do, and the products and
 // exponentials of a step.
 #pragma once
-#include "mask.cuh"
+#include "score.cuh"
 #include "quads.cuh"
 #include "softmax.cuh"
 #include "tile_sm90.cuh"

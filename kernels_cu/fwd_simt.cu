@@ -16,7 +16,7 @@
 //
 // There is one CTA barrier a step, which hands over a slice and what was written of p. Two CTAs share a multiprocessor
 // where registers and shared memory allow, so that one computes while the other is in its softmax.
-#include "mask.cuh"
+#include "score.cuh"
 #include "simt.cuh"
 #include "softmax.cuh"
 

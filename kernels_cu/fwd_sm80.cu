@@ -26,7 +26,7 @@
 // later; o is staged over the ring at the end. There is one barrier a tile, before its last strip: then all warps have
 // left the tile before, whose stage is filled anew, and the tile after must have arrived.
 #include "tile.cuh"
-#include "mask.cuh"
+#include "score.cuh"
 #include "softmax.cuh"
 
 using namespace cfg;

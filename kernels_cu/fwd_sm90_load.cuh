@@ -1,7 +1,7 @@
 // What fwd_sm90 computes from: the order of output tiles, the key tiles of a walk, the buffers in shared memory and how
 // they are handed over, and the thread that fills them.
 #pragma once
-#include "mask.cuh"
+#include "score.cuh"
 #include "tile_sm90.cuh"
 
 using cfg::Element;

@@ -1,4 +1,4 @@
-"""The table of mask and score features: each is stated once, here, and once for the kernels, in `mask.cuh`.
+"""The table of mask and score features: each is stated once, here, and once for the kernels (`mask.cuh`, `score.cuh`).
 
 A row gives a keyword argument of the public functions, its validation, the flags that compile it into the kernels, its
 kernel arguments, the kernels that take it, and its term in NumPy, for the oracle and the NumPy path. Everything else

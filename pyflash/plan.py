@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from . import features, params, sequences, sizes, sums
+from . import features, params, scores, sequences, sizes, sums
 from .device import Device
 from .errors import Unsupported
 from .problem import DTYPES, REAL_DTYPES, Problem, Tensor
@@ -17,7 +17,6 @@ _WORKSPACE_ALIGNMENT, MAX_GRID = 256, 2**31 - 1
 _WG_ROWS = 64  # rows of a warpgroup
 # For estimates: what a multiprocessor of Hopper does a second; what an output tile's ends and another launch take.
 _SM_FLOPS, _SM_BANDWIDTH, _TILE_SECONDS, _COMBINE_SECONDS = 5e12, 30e9, 2.5e-6, 4e-6
-_CAPTURED = {slot.name for slot in features.CAPTURED}
 _PARTIAL = {"o": "o_partial", "lse": "lse_partial"}  # where a forward that splits keys leaves the parts' results
 
 
@@ -172,37 +171,10 @@ def _config(problem: Problem, name: str, row: Row, tensors: dict[str, Tensor]) -
         "MIN_CTAS": row.min_ctas,
         "STAGES": row.stages,
         **dict(row.knobs),
-        **(_score_config(problem, name, row) if params.computes_scores(name) else {}),
+        **(scores.config(problem, kernel, row) if params.computes_scores(name) else {}),
         **(sizes.config(problem) if params.by_sequence(name) else {}),
         **{f"WIDE_{n.upper()}": n not in tensors or tensors[n].wide() for n in params.strided_tensors(name)},
         "SMEM_BYTES": kernel.smem_bytes(row, tile_d, tile_dv, problem.dtype.itemsize),
-    }
-
-
-def _score_config(problem: Problem, name: str, row: Row) -> dict[str, object]:
-    blocks = problem.option("block_mask")
-    arrays, hopper = dict(problem.tensors), KERNELS[name].only_capability is not None
-    # Whether elements of neighbouring keys are neighbours in memory. With it of a mask fwd_sm80 spills 804 bytes,
-    # not 316, so Hopper's kernels alone are told; and whether rows can be read 16 bytes at a time.
-    last = {n: (t.shape[-1:], t.strides[-1:]) for n, t in arrays.items() if n == "bias" or (n == "mask" and hopper)}
-    unit = {f"UNIT_{n.upper()}": n in last and last[n][0] > (1,) and last[n][1] == (1,) for n in ("bias", "mask")}
-    read = {"bias": problem.dtype.name, "mask": "bool"}
-    wide = {
-        f"WIDE_{n.upper()}": hopper and unit[f"UNIT_{n.upper()}"] and arrays[n].dtype == dtype and arrays[n].wide()
-        for n, dtype in read.items()
-    }
-    return {
-        "SCALE_FIRST": problem.softmax_scale <= 0 or features.changes_scores(problem.on),
-        "Bias": _bias_element(problem),
-        "MASK_BLOCK_M": blocks.block_q if blocks else row.tile_m,
-        "MASK_BLOCK_N": blocks.block_k if blocks else row.tile_n,
-        **unit,
-        **wide,
-        "DBIAS": "dbias" in arrays,
-        "UNIT_DBIAS": "dbias" in arrays and arrays["bias"].shape[-1:] > (1,),
-        "NEAR_ARRAYS": all(t.span() < 2**31 for n, t in arrays.items() if n in _CAPTURED),
-        **features.flags(problem.on),
-        "SCATTERS": sums.scatters(problem),
     }
 
 
@@ -217,11 +189,6 @@ def _functions(problem: Problem) -> tuple[tuple[str, tuple[str, ...], Graph], ..
             if name == "score_mod" and sums.scatters(problem):
                 made.append((f"{name}_scatter", ("score", "ds", *arguments[1:]), mod.scatter))
     return tuple(made)
-
-
-def _bias_element(problem: Problem) -> str:
-    bias = dict(problem.tensors).get("bias")
-    return DTYPES[bias.dtype].element if bias else problem.dtype.element
 
 
 def _launch(

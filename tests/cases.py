@@ -465,15 +465,13 @@ CASES: dict[str, Case] = {
         1, 1025, 77, 2, 1, 16, 16, options=(("bias", "queries and keys alone"), ("mask", "queries and keys alone"))
     ),
     "mask and bias, aligned rows": Case(
-        seqlen_q=150, seqlen_k=208, heads_q=4,
-        options=(("bias", "of heads, queries and keys, in q's type"), ("mask", "of every element")),
+        1, 150, 208, options=(("bias", "of heads, queries and keys, in q's type"), ("mask", "of every element"))
     ),
     "mask, aligned rows, causal": Case(
-        1, 150, 272, 2, 1, 128, 128, options=(("causal", True), ("mask", "of every element")), dlse=True
+        1, 150, 272, 2, 1, 128, 128, options=(("causal", True), ("mask", "of every element"))
     ),
     "bias, aligned rows, window": Case(
-        1, 150, 264, 2, 1, 80, 96, values="rising",
-        options=(("window", (100, 30)), ("bias", "of heads, queries and keys, in q's type")),
+        1, 150, 264, 2, 1, 80, 96, options=(("window", (100, 30)), ("bias", "of heads, queries and keys, in q's type"))
     ),
     "sinks": Case(heads_q=4, options=(("sinks", "of heads"),)),
     "sinks, rows with no visible key": Case(

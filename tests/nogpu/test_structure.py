@@ -20,6 +20,7 @@ RANKS = {
     **dict.fromkeys(("features", "sequences"), 1),
     **dict.fromkeys(("params", "problem", "tiles"), 2),
     **dict.fromkeys(("sizes", "sums"), 2.5),
+    "scores": 2.7,
     **dict.fromkeys(("plan", "reference"), 3),
     **dict.fromkeys(("source", "cpu", "explain", "plan_blocks"), 4),
     **dict.fromkeys(("compile", "tma"), 5),
@@ -142,10 +143,11 @@ def test_features_are_named_in_mask_only():
 
     flags = [flag for feature in FEATURES for flag in feature.flags]
     fields = [field.name for feature in FEATURES for field in feature.fields]
-    own = {"mask.cuh", "bwd_sinks.cu"}  # the latter is a feature's own kernel
+    own = {"mask.cuh", "score.cuh", "bwd_sinks.cu"}  # the last is a feature's own kernel
     names = rf"\b({'|'.join(flags)})\b|\bp\.({'|'.join(fields)})\b"
     assert places(names, [path for path in cuda_files() if path.name not in own]) == []
-    missing = [flag for flag in flags if not places(rf"\bcfg::{flag}\b", [KERNELS / "mask.cuh"])]
+    sides = [KERNELS / "mask.cuh", KERNELS / "score.cuh"]
+    missing = [flag for flag in flags if not places(rf"\bcfg::{flag}\b", sides)]
     assert not missing, "a feature without a kernel side"
 
 
