@@ -158,7 +158,7 @@ def attend(q, k, v, softmax_scale, options, seed, lengths, return_lse, out, dete
         call = call._replace(seed=call.kind.seed())
     if call.kind.autograd:
         glue = _glue()
-        recorded, cast = glue.records(given), glue.cast_to(q, k, v)
+        recorded, cast = glue.records(given, call.scalars), glue.cast_to(q, k, v)
         if recorded or cast:
             _refuse(out)
             results = glue.attention(call, given, cast, deterministic)

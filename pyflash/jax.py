@@ -14,7 +14,8 @@ from functools import partial
 import jax
 
 from . import api, packed, sequences
-from .features import FEATURES
+from .features import BY_NAME, CAPTURED, FEATURES, FUNCTIONS, check, parted
+from .problem import argument
 
 _ARRAYS = (*(feature.name for feature in FEATURES if feature.is_array), *sequences.ARRAYS)
 
@@ -57,9 +58,14 @@ def flash_attention(q, k, v, *, return_lse: bool = False, deterministic: bool = 
         options["seed"] = secrets.randbits(63)  # the backward needs the same
     q, k, v = map(jax.numpy.asarray, (q, k, v))
     arrays = {name: _jax_array(name, options[name]) for name in _ARRAYS if options.get(name) is not None}
+    functions, captured = parted(check({name: options[name] for name in FUNCTIONS if options.get(name) is not None}))
+    if any(isinstance(array, jax.core.Tracer) for array in captured.values()):
+        options, arrays = options | functions, arrays | captured
+    differentiable = (*_DIFFERENTIABLE, *_learned(functions))
     for name, array in arrays.items():
-        if name not in _DIFFERENTIABLE and isinstance(array, jax.core.Tracer):
-            raise ValueError(f"{name}: got an array that is traced, takes one that is not: it has no gradient")
+        if name not in differentiable and isinstance(array, jax.core.Tracer):
+            takes = "one that is not: it has no gradient"
+            raise ValueError(f"{argument(name)}: got an array that is traced, takes {takes}")
     scalars = tuple((name, value) for name, value in options.items() if name not in arrays)
     out, lse = _attention(scalars, deterministic, return_lse, q, k, v, arrays)
     return (out, lse) if return_lse else out
@@ -97,10 +103,25 @@ def _jax_array(name: str, value: object):
     return jax.numpy.asarray(value)
 
 
+def _learned(scalars: dict[str, object]) -> tuple[str, ...]:
+    """What score_mod captures that has gradients."""
+    return BY_NAME["score_mod"].differentiated(scalars["score_mod"]) if "score_mod" in scalars else ()
+
+
+def _options(scalars, arrays) -> dict[str, object]:
+    """Those of a call, in which functions hold what they capture, if that is among the arrays."""
+    options = {**dict(scalars), **arrays}
+    captured = tuple(options.pop(slot.name) for slot in CAPTURED if slot.name in options)
+    if captured:
+        functions = [name for name in FUNCTIONS if options.get(name) is not None]
+        options |= {name: options[name]._replace(arrays=captured) for name in functions}
+    return options
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _attention(scalars, deterministic, lse_is_used, q, k, v, arrays):
     function = packed.flash_attention_varlen if "cu_seqlens_q" in arrays else api.flash_attention
-    return function(q, k, v, return_lse=True, **dict(scalars), **arrays)
+    return function(q, k, v, return_lse=True, **_options(scalars, arrays))
 
 
 def _forward(scalars, deterministic, lse_is_used, q, k, v, arrays):
@@ -111,7 +132,8 @@ def _forward(scalars, deterministic, lse_is_used, q, k, v, arrays):
 def _backward(scalars, deterministic, lse_is_used, kept, gradients):
     *tensors, arrays = kept
     dout, dlse = map(jax.numpy.asarray, gradients)  # those that a caller of jax.vjp gives may be NumPy's
-    wanted = [name for name in _DIFFERENTIABLE if name in arrays]
+    learned = _learned(dict(scalars)) if CAPTURED[0].name in arrays else ()
+    wanted = [name for name in _DIFFERENTIABLE if name in arrays or (name == "score_mod" and learned)]
     varlen = "cu_seqlens_q" in arrays
     function = packed.flash_attention_varlen_backward if varlen else api.flash_attention_backward
     dq, dk, dv, *rest = function(
@@ -119,11 +141,11 @@ def _backward(scalars, deterministic, lse_is_used, kept, gradients):
         *tensors,
         dlse=dlse if lse_is_used else None,
         deterministic=deterministic,
-        **dict(scalars),
-        **arrays,
+        **_options(scalars, arrays),
         **{f"return_d{name}": True for name in wanted},
     )
     found = dict(zip(wanted, rest, strict=True))
+    found |= dict(zip(learned, found.get("score_mod", ()), strict=True))
     return dq, dk, dv, {name: found.get(name) for name in arrays}  # None: no gradient
 
 

@@ -15,7 +15,7 @@ import torch
 
 from . import entry
 from .errors import Unsupported
-from .features import BY_NAME, FEATURES
+from .features import BY_NAME, CAPTURED, FEATURES
 from .problem import argument
 
 _ARRAYS = tuple(feature.name for feature in FEATURES if feature.is_array)
@@ -25,19 +25,26 @@ _DIFFERENTIABLE = tuple(
     name.removeprefix("return_d") for name in inspect.signature(entry.backward).parameters if name[:8] == "return_d"
 )
 _WITH_GRADIENTS = ("q", "k", "v", *_DIFFERENTIABLE)
+_MORE = (*_DIFFERENTIABLE, *(slot.name for slot in CAPTURED))  # names that tensors besides q, k, v may have
 
 
-def records(given: Mapping[str, torch.Tensor]) -> bool:
-    """Whether autograd must be told of a call. Raises where it would ask for a gradient that there is not."""
+def records(given: Mapping[str, torch.Tensor], scalars: tuple[tuple[str, object], ...] = ()) -> bool:
+    """Whether autograd must be told of a call. Raises where it would ask for a gradient that there is not. Functions
+    are among the `scalars`, and what they capture among what is `given`."""
     found = False
     if torch.is_grad_enabled():
         for name, tensor in given.items():
             if tensor.requires_grad:
                 found = True
-                if name not in _WITH_GRADIENTS:
+                if name not in _WITH_GRADIENTS and name not in _learned(dict(scalars)):
                     takes = "one that does not: it has no gradient"
                     raise ValueError(f"{argument(name)}: got a tensor that requires grad, takes {takes}")
     return found
+
+
+def _learned(scalars: dict[str, object]) -> tuple[str, ...]:
+    """What score_mod captures that has gradients."""
+    return BY_NAME["score_mod"].differentiated(scalars["score_mod"]) if "score_mod" in scalars else ()
 
 
 def cast_to(q, k, v) -> torch.dtype | None:
@@ -94,7 +101,7 @@ def _gradients(ctx, needed, dout, dlse, compute) -> list[torch.Tensor | None]:
     if dout is None and dlse is None:
         return [None] * len(names)
     out, lse, *tensors = ctx.saved_tensors
-    wanted = tuple([name for name in _DIFFERENTIABLE if name in names and needed[names.index(name)]])
+    wanted = tuple([name for name in _MORE if name in names and needed[names.index(name)]])
     dout = torch.zeros_like(out) if dout is None else dout
     dq, dk, dv, *more = compute(ctx, wanted, dout, dlse, out, lse, *tensors)
     found = dict(zip(wanted, more, strict=True))

@@ -157,6 +157,36 @@ def test_gradients_of_options(name, shape):
         check_grads(call, (*inputs("float64"), option), 1, ("rev",))
 
 
+@pytest.mark.parametrize("varlen", [False, True])
+def test_gradients_of_what_a_score_mod_captures(varlen):
+    from pyflash.jax import flash_attention, flash_attention_varlen
+
+    q, k, v = inputs()
+    x, y = (jax.random.normal(jax.random.key(n), shape) for n, shape in ((1, (4, 7)), (2, (3,))))
+    ids, lengths = jnp.arange(7, dtype="int32") // 3, {}
+    if varlen:
+        (q, k, v), lengths = (a.reshape(-1, *a.shape[2:]) for a in (q, k, v)), {"cu_seqlens_q": [0, 5, 10]}
+        lengths["cu_seqlens_k"] = [0, 9, 14]
+
+    def options(x, y):
+        score_mod = lambda s, b, h, i, j: pyflash.tanh(s * y[ids[i]]) + x[h, j]  # noqa: E731
+        return {"score_mod": score_mod, "mask_mod": lambda b, h, i, j: ids[j] <= ids[i] + 1, **lengths}
+
+    def loss(q, x, y):
+        function = flash_attention_varlen if varlen else flash_attention
+        return (function(q, k, v, **options(x, y)) ** 2).sum()
+
+    found = jax.grad(loss, argnums=(0, 1, 2))(q, x, y)
+    wide = [np.asarray(a).astype(np.float64) for a in (q, k, v, x, y)]
+    call = options(*wide[3:])
+    forward = reference.attention_varlen if varlen else reference.attention
+    backward = reference.attention_varlen_backward if varlen else reference.attention_backward
+    dout = 2 * forward(*wide[:3], **call)[0]
+    dq, _, _, (dy, dx) = backward(dout, *wide[:3], return_dscore_mod=True, **call)
+    for got, right in zip(found, (dq, dx, dy), strict=True):
+        np.testing.assert_allclose(got, right, rtol=1e-3, atol=1e-4)
+
+
 def test_dropout():
     from pyflash.jax import flash_attention
 
@@ -222,6 +252,15 @@ def test_errors_are_those_of_the_public_function():
         flash_attention(q, k, v, causal="yes")
     with pytest.raises(TypeError, match="no_such_option"):
         flash_attention(q, k, v, no_such_option=1)
+
+
+def test_what_a_mask_mod_captures_has_no_gradient():
+    from pyflash.jax import flash_attention
+
+    q, k, v = inputs()
+    loss = lambda x: flash_attention(q, k, v, mask_mod=lambda b, h, i, j: x[j] > 0).sum()  # noqa: E731
+    with pytest.raises(ValueError, match="^array 0 that score_mod or mask_mod captures: got an array that is traced"):
+        jax.grad(loss)(jnp.ones(7))
 
 
 def test_a_gradient_that_there_is_not_is_refused():

@@ -122,6 +122,44 @@ def test_gradients_with_options(options):
     assert torch.autograd.gradcheck(call, (*tensors(torch.float64, grad=True), *differentiated.values()))
 
 
+LEARNED = {
+    "added": lambda x, y, ids: lambda s, b, h, i, j: s + x[h, pyflash.abs(i - j)] + y[ids[i]],
+    "multiplied": lambda x, y, ids: lambda s, b, h, i, j: pyflash.tanh(s * y[b]) * x[h, ids[j]],
+}
+
+
+@pytest.mark.parametrize("name", LEARNED)
+@pytest.mark.parametrize("varlen", [False, True])
+def test_gradients_of_what_a_score_mod_captures(name, varlen):
+    generator = torch.Generator().manual_seed(1)
+    x, y = (torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in ((4, 7), (3,)))
+    ids = torch.arange(7) // 3
+    mask_mod = lambda b, h, i, j: ids[j] <= ids[i] + 1  # noqa: E731
+
+    def call(q, k, v, x, y):
+        options = {"score_mod": LEARNED[name](x, y, ids), "mask_mod": mask_mod, "return_lse": True}
+        if not varlen:
+            return pyflash.flash_attention(q, k, v, **options)
+        q, k, v = (a.flatten(0, 1) for a in (q, k, v))
+        return pyflash.flash_attention_varlen(q, k, v, [0, 5, 10], [0, 9, 14], **options)
+
+    inputs = tensors(torch.float64, grad=True)
+    assert torch.autograd.gradcheck(call, (*inputs, x, y))
+    # One of them alone, and all without what needs none.
+    (alone,) = torch.autograd.grad(call(*(a.detach() for a in (*inputs, x)), y)[0].sum(), y)
+    torch.testing.assert_close(alone, torch.autograd.grad(call(*inputs, x, y)[0].sum(), y)[0])
+
+
+def test_what_a_mask_mod_captures_has_no_gradient():
+    x = torch.zeros(7, requires_grad=True)
+    message = "^array 0 that score_mod or mask_mod captures: got a tensor that requires grad, takes one that does not"
+    with pytest.raises(ValueError, match=message):
+        pyflash.flash_attention(*tensors(torch.float32), mask_mod=lambda b, h, i, j: x[j] >= 0)
+    with pytest.raises(pyflash.Unsupported, match="differentiated again"):
+        out = pyflash.flash_attention(*tensors(torch.float32), score_mod=lambda s, b, h, i, j: s * x[j])
+        torch.autograd.grad(out.sum(), x, create_graph=True)[0].sum().backward()
+
+
 def test_dropout_without_a_seed_has_one_in_autograd():
     q, k, v = tensors(torch.float64, grad=True)
     out = pyflash.flash_attention(q, k, v, dropout_p=0.5)
