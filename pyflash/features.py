@@ -568,11 +568,14 @@ def scatter(
 
 
 def support_matrix() -> str:
-    """Which families take which option, forward and backward, as the table of README.md."""
+    """Which families take which option, forward and backward, and differentiate by which, as the table of README.md."""
     families = {"simt": SIMT, "sm80": SM80, "sm90": SM90}
     lines = ["| option | NumPy | " + " | ".join(families) + " |", "|---|---|" + "---|" * len(families)]
     for feature in FEATURES:
         taken = [[kernel in feature.kernels for kernel in kernels] for kernels in families.values()]
         cells = [{(1, 1): "yes", (1, 0): "forward", (0, 1): "backward", (0, 0): "no"}[tuple(both)] for both in taken]
         lines.append(f"| `{feature.name}` | yes | " + " | ".join(cells) + " |")
+    for feature in (feature for feature in FEATURES if feature.has_gradient):
+        cells = ["yes" if backward in feature.kernels else "no" for _, backward in families.values()]
+        lines.append(f"| `return_d{feature.name}` | yes | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import BLOCKS, FUNCTIONS, device_of, devices, example, packed, problems
+from problems import ADDED, BLOCKS, FUNCTIONS, device_of, devices, example, packed, problems
 
 from pyflash import features, params, sums
 from pyflash.device import KNOWN, Device
@@ -83,6 +83,47 @@ def test_a_family_takes_a_feature_iff_the_table_says_so(feature, family, backwar
         plan(problem, KNOWN["H200"], families=(family,))
     else:
         with pytest.raises(Unsupported, match=f"{family}: does not take {feature.name}"):
+            plan(problem, KNOWN["H200"], families=(family,))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("feature", features.FEATURES, ids=lambda feature: feature.name)
+def test_a_family_takes_a_feature_in_every_kind_of_call(feature, family):
+    """Where lengths differ, in a fixed order, and with the gradient that it has."""
+    dtype = KERNELS[f"bwd_{family}"].dtypes[0]
+    option = {**ON, **ADDED, "mask": (1, 4, 1, 1)}[feature.name]
+    for backward, used in itertools.product((False, True), repeat=2):
+        call = {"backward": backward, "used": used, "deterministic": backward, feature.name: option}
+        plan(packed(dtype=dtype, **call), KNOWN["H200"], families=(family,))
+    call = {"backward": True, "dtype": dtype, feature.name: option}
+    plan(example(deterministic=True, **call), KNOWN["H200"], families=(family,))
+    if feature.has_gradient:
+        plan(example(gradients=(feature.name,), **call), KNOWN["H200"], families=(family,))
+
+
+# Calls that a family refuses: gradients wanted, more arguments, families, and the reason.
+REFUSED = {
+    "dbias of softcap and a function": (
+        ("bias",), {"bias": (1, 4, 1, 1), "softcap": 9.0, **ADDED}, ("sm90",), "does not take softcap and score_mod",
+    ),
+    "dscore_mod of softcap": (("score_mod",), {"softcap": 9.0, **ADDED}, ("sm90",), "does not take softcap"),
+    "dscore_mod of what does not only add": (
+        ("score_mod",), {"score_mod": FUNCTIONS["score_mod"]}, ("sm90",), "where score_mod adds to the score",
+    ),
+    "a fixed order of dbias": (("bias",), {"bias": (1, 4, 1, 1), "deterministic": True}, FAMILIES, "takes False"),
+    "a fixed order of dscore_mod": (("score_mod",), {**ADDED, "deterministic": True}, FAMILIES, "takes False"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_readme_says_that_a_family_refuses(name, family):
+    gradients, call, families, reason = REFUSED[name]
+    problem = example(dtype=KERNELS[f"bwd_{family}"].dtypes[0], backward=True, gradients=gradients, **call)
+    if family not in families:
+        plan(problem, KNOWN["H200"], families=(family,))
+    else:
+        with pytest.raises(Unsupported, match=reason):
             plan(problem, KNOWN["H200"], families=(family,))
 
 
