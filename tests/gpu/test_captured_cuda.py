@@ -60,3 +60,27 @@ def test_gradients_of_what_a_function_captures(family, name):
         error = got.astype(np.float64) - right
         assert np.sqrt(np.mean(error**2)) <= bar * np.sqrt(np.mean(right**2))
         assert np.abs(error).max() <= 4 * bar * np.abs(right).max()
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_torch_differentiates_by_them(name):
+    """As it does written out in full."""
+    torch = pytest.importorskip("torch")
+    arrays = (RNG.standard_normal((1, 300, 2, 64)) for _ in range(3))
+    q, k, v = (torch.tensor(a, device="cuda", dtype=torch.float64) for a in arrays)
+    captured = [torch.tensor(a, device="cuda", dtype=torch.float64) for a in (DISTANCES, SCALES)]
+    inputs = [a.requires_grad_() for a in (q, k, v, *captured)]
+    out = pyflash.flash_attention(q, k, v, causal=True, score_mod=FUNCTIONS[name](*captured))
+    found = torch.autograd.grad((out**2).sum(), inputs, allow_unused=True)
+    i, j = torch.arange(300, device="cuda")[:, None], torch.arange(300, device="cuda")
+    s = torch.einsum("bihd,bjhd->bhij", q, k) / 8
+    if name == "added":
+        s = s + captured[0][:2, (i + 100 - j).abs().clamp(max=255)]
+    else:
+        s = torch.tanh(s * captured[1][:1, :2, None, None]) + captured[0][:2, None, j % 256]
+    p = torch.softmax(s.masked_fill(j > i, -torch.inf), -1)
+    expected = torch.autograd.grad((torch.einsum("bhij,bjhd->bihd", p, v) ** 2).sum(), inputs, allow_unused=True)
+    for got, right in zip(found, expected, strict=True):
+        assert (got is None) == (right is None)
+        if got is not None:
+            torch.testing.assert_close(got, right, rtol=1e-6, atol=1e-8)
