@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import ADDED, BLOCKS, FUNCTIONS, device_of, devices, example, packed, problems
 
-from pyflash import features, params, sums
+from pyflash import features, params, source, sums
 from pyflash.device import KNOWN, Device
 from pyflash.errors import Unsupported
-from pyflash.explain import tiles
+from pyflash.explain import tile_row, tiles
 from pyflash.launch import SEED, TILE_COUNTER
 from pyflash.plan import Launch, Plan, plan
 from pyflash.problem import MAX_HEAD_DIM, Problem
@@ -125,6 +125,20 @@ def test_what_the_readme_says_that_a_family_refuses(name, family):
     else:
         with pytest.raises(Unsupported, match=reason):
             plan(problem, KNOWN["H200"], families=(family,))
+
+
+@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_numbers_of_tokens_and_sequences_compile_nothing(family, told):
+    """But a kernel's tile rows, of which the usual length decides."""
+    dtype, programs = KERNELS[f"bwd_{family}"].dtypes[0], {}
+    for tokens, batch, backward in itertools.product((1, 999, 4096, 70001), (1, 7, 64), (False, True)):
+        call = {"tokens": tokens, "batch": batch, "max_seqlen": min(tokens, 4001) if told else None}
+        made = plan(packed(dtype=dtype, backward=backward, causal=True, **call), KNOWN["H200"], families=(family,))
+        for launch in made.launches:
+            phase = constants(launch).get("PHASE_DQ")
+            programs.setdefault((launch.kernel, tile_row(launch), phase), set()).add(source.program(launch))
+    assert all(len(texts) == 1 for texts in programs.values())
 
 
 def test_the_support_matrix_is_in_the_readme():
