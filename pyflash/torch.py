@@ -65,7 +65,7 @@ def attention(call, given: dict[str, torch.Tensor], cast: torch.dtype | None, de
     if cast is not None:
         given |= {name: given[name].to(cast) for name in "qkv"}
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    return _Attention.apply(call, tuple(given), deterministic, *given.values())
+    return _Attention.apply(call, given, deterministic, *given.values())
 
 
 def traced(q, k, v, options: dict[str, object], deterministic: bool):
@@ -121,11 +121,11 @@ def _no_second_derivative(*_):
 class _Attention(torch.autograd.Function):
     # Not parted into forward and setup_context, as torch.func would have it: calling that costs 50 us.
     @staticmethod
-    def forward(ctx, call, names, deterministic, *tensors):
-        results = entry.run(call, dict(zip(names, tensors, strict=True)), wants_lse=True)
+    def forward(ctx, call, given, deterministic, *tensors):
+        results = entry.run(call, given, wants_lse=True)
         out, lse = results["o"], results["lse"]
         ctx.call = call
-        _keep(ctx, out, lse, tensors, names, deterministic)
+        _keep(ctx, out, lse, tensors, tuple(given), deterministic)
         return out, lse
 
     @staticmethod
