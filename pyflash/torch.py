@@ -97,15 +97,15 @@ def _keep(ctx, out, lse, tensors, names, deterministic: bool) -> None:
 
 def _gradients(ctx, needed, dout, dlse, compute) -> list[torch.Tensor | None]:
     """Those of `ctx.names`, at least where `needed`."""
-    names = ctx.names
     if dout is None and dlse is None:
-        return [None] * len(names)
+        return [None] * len(ctx.names)
     out, lse, *tensors = ctx.saved_tensors
-    wanted = tuple([name for name in _MORE if name in names and needed[names.index(name)]])
+    options = ctx.names[3:]  # in the order of the table, which is that of their gradients
+    wanted = tuple([name for name, need in zip(options, needed[3:], strict=True) if need and name in _MORE])
     dout = torch.zeros_like(out) if dout is None else dout
     dq, dk, dv, *more = compute(ctx, wanted, dout, dlse, out, lse, *tensors)
     found = dict(zip(wanted, more, strict=True))
-    return [dq, dk, dv, *[found.get(name) for name in names[3:]]]
+    return [dq, dk, dv, *[found.get(name) for name in options]]
 
 
 def _no_second_derivative(*_):
