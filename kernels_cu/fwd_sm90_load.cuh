@@ -23,7 +23,7 @@ constexpr bool RAISES = RISES || HIDES_IN_ANY_TILE;
 // anybody's guess.
 constexpr bool ADAPTS = SCORES_HIDE && !RAISES;
 constexpr bool DYNAMIC = cfg::DYNAMIC || WALKS_DIFFER;  // whether tiles are handed out as CTAs get free
-static_assert(!VARLEN || (cfg::PACK == 1 && !cfg::SPLIT), "one head in a tile, and all keys");
+static_assert(!VARLEN || !cfg::SPLIT, "all keys");
 static_assert(cfg::NUM_THREADS == (CONSUMERS + 1) * WARPGROUP, "one warpgroup loads, the others compute");
 static_assert(TILE_N % 16 == 0 && TILE_D % 16 == 0 && TILE_DV % 16 == 0, "wgmma sums in steps of 16");
 
@@ -98,8 +98,8 @@ template <class Own> __device__ __forceinline__ Work take_work(Own& own, const P
   } else {
     SequenceTile tile;
     for (; index < (unsigned)p.num_tiles; index = gridDim.x + atomicAdd(p.tile_counter, 1)) {
-      if (find_tile<BY_QUERIES, TILE_QUERIES, HEADS_KEYS>(own, p, index, p.num_heads_q, tile)) {
-        return {(tile.blocks - 1 - tile.block) * TILE_QUERIES, tile.head, tile.batch, tile.part};
+      if (find_tile<BY_QUERIES, TILE_QUERIES, HEADS_KEYS>(own, p, index, p.num_heads_q / cfg::PACK, tile)) {
+        return {(tile.blocks - 1 - tile.block) * TILE_QUERIES, tile.head * cfg::PACK, tile.batch, tile.part};
       }
     }
     return {0, 0, 0, END};

@@ -312,6 +312,21 @@ class _Tiling:
         return self.query_tiles * self.splits
 
 
+def _whole(problem: Problem, row: Row) -> bool:
+    """Whether tiles are those of one head and all keys: the lists of a block mask are a head's."""
+    return row.whole or "block_mask" in problem.on
+
+
+def _packs(problem: Problem, row: Row) -> list[int]:
+    most = 1 if _whole(problem, row) else min(problem.qheads_per_kv, _WG_ROWS)
+    return [n for n in range(1, most + 1) if problem.qheads_per_kv % n == 0]
+
+
+def _tile_queries(row: Row, pack: int) -> int:
+    """How many queries, of each head, have rows in a tile."""
+    return row.tile_m // _WG_ROWS * (_WG_ROWS // pack)
+
+
 def _tilings(problem: Problem, device: Device) -> Iterator[_Tiling]:
     """Those that serve the problem, from the one that is best where there are many tiles."""
     first, *others = _rows(problem, KERNELS["fwd_sm90"], device)
@@ -324,13 +339,11 @@ def _tilings(problem: Problem, device: Device) -> Iterator[_Tiling]:
         longest = min(window, problem.seqlen_k) / row.tile_n
         mean = problem.visible_pairs / max(problem.seqlen_q, 1) / row.tile_n
         key_tile_seconds = 2 * row.tile_m * row.tile_n * dims / _SM_FLOPS
-        whole = row.whole or "block_mask" in problem.on  # whose lists are those of a head
-        packs = 1 if whole else min(problem.qheads_per_kv, _WG_ROWS)
-        for pack in (n for n in range(1, packs + 1) if problem.qheads_per_kv % n == 0):
-            num_m_blocks = _cdiv(problem.seqlen_q, row.tile_m // _WG_ROWS * (_WG_ROWS // pack))
+        for pack in _packs(problem, row):
+            num_m_blocks = _cdiv(problem.seqlen_q, _tile_queries(row, pack))
             query_tiles = num_m_blocks * heads // pack
             most_splits = 1
-            if not whole and 0 < query_tiles < device.sm_count:
+            if not _whole(problem, row) and 0 < query_tiles < device.sm_count:
                 most_splits = max(min(math.ceil(longest), 4 * device.sm_count // query_tiles), 1)
             for splits in range(1, most_splits + 1):
                 waves = _cdiv(query_tiles * splits, device.sm_count)
@@ -344,27 +357,23 @@ def _tilings(problem: Problem, device: Device) -> Iterator[_Tiling]:
 def _tiling(problem: Problem, device: Device) -> _Tiling:
     """The first, unless another promises to be clearly faster."""
     tilings = list(_tilings(problem, device))
-    if problem.varlen:
-        row = tilings[0].row
-        tiles = problem.tiles_per_head(problem.rows_q, problem.seqlen_q, row.tile_m) * problem.num_heads_q
-        return _Tiling(row, 1, _cdiv(problem.seqlen_q, row.tile_m), tiles, 1, 0)
+    if problem.varlen:  # the fewest tiles of usual sequences
+        row, heads = tilings[0].row, problem.num_heads_q
+        usual = {n: _cdiv(problem.usual_seqlen_q, _tile_queries(row, n)) * heads // n for n in _packs(problem, row)}
+        pack = min(usual, key=lambda n: usual[n] * (1 if n == 1 else 1.1))
+        queries = _tile_queries(row, pack)
+        tiles = problem.tiles_per_head(problem.rows_q, problem.seqlen_q, queries) * heads // pack
+        return _Tiling(row, pack, _cdiv(problem.seqlen_q, queries), tiles, 1, 0)
     fastest = min(tilings, key=lambda tiling: tiling.seconds)
     return tilings[0] if tilings[0].seconds <= 1.1 * fastest.seconds else fastest
 
 
 def _combine(problem: Problem, device: Device, splits: int) -> Launch:
     """What makes o and lse of those of the parts."""
-    tensors = dict(problem.tensors)
-    rows = problem.num_rows
-    return _launch(
-        problem,
-        device,
-        "combine",
-        {"o": tensors["o"]},
-        ("lse",) * ("lse" in tensors) + tuple(_PARTIAL.values()),
-        lambda _: _cdiv(rows, _row(problem, KERNELS["combine"], device).tile_m),
-        values={"num_splits": splits},
-    )
+    tensors, row = dict(problem.tensors), _row(problem, KERNELS["combine"], device)
+    pointers = ("lse",) * ("lse" in tensors) + tuple(_PARTIAL.values())
+    grid, values = lambda _: _cdiv(problem.num_rows, row.tile_m), {"num_splits": splits}
+    return _launch(problem, device, "combine", {"o": tensors["o"]}, pointers, grid, values=values)
 
 
 def _forward_sm90(problem: Problem, device: Device, notes: tuple[str, ...]) -> Plan:
@@ -448,6 +457,14 @@ def _feature_gradients(problem: Problem, device: Device) -> _FeatureGradients:
     return _FeatureGradients(tuple(before), tuple(after), workspace, pointers)
 
 
+def _delta(problem: Problem, device: Device, pieces: tuple[str, ...], num_m_blocks: int) -> Launch:
+    """What a backward needs to know of each row, and the zeroes that it adds to."""
+    tensors, row = dict(problem.tensors), _row(problem, KERNELS["bwd_delta"], device)
+    given = {n: tensors[n] for n in ("o", "dout", "dlse") if n in tensors}
+    grid, values = lambda _: _cdiv(problem.num_rows, row.tile_m), {"num_m_blocks": num_m_blocks}
+    return _launch(problem, device, "bwd_delta", given, pieces, grid, values=values)
+
+
 def _backward_sm90(problem: Problem, device: Device, notes: tuple[str, ...]) -> Plan:
     tensors = dict(problem.tensors)
     rows = problem.num_rows
@@ -466,15 +483,7 @@ def _backward_sm90(problem: Problem, device: Device, notes: tuple[str, ...]) -> 
         workspace["semaphore"] = problem.arrays_batch * problem.num_heads_q * num_m_blocks * 4
     more = _feature_gradients(problem, device)
     every_piece = workspace | more.workspace
-    delta = _launch(
-        problem,
-        device,
-        "bwd_delta",
-        {n: tensors[n] for n in ("o", "dout", "dlse") if n in tensors},
-        tuple(workspace),
-        lambda _: _cdiv(rows, _row(problem, KERNELS["bwd_delta"], device).tile_m),
-        values={"num_m_blocks": num_m_blocks},
-    )
+    delta = _delta(problem, device, tuple(workspace), num_m_blocks)
     main = _launch(
         problem,
         device,
@@ -525,24 +534,13 @@ def _backward(problem: Problem, device: Device, family: str, notes: tuple[str, .
     more = _feature_gradients(problem, device)
     every_piece = workspace | more.workspace
 
-    def per_row(tile_m: int):
-        return lambda n: _cdiv(rows, tile_m)
-
     def per_key_tile(n: dict[str, int]) -> int:
         return n["key_tiles"] * problem.num_heads_kv
 
     def per_query_tile(n: dict[str, int]) -> int:
         return n["query_tiles"] * problem.num_heads_q
 
-    delta = _launch(
-        problem,
-        device,
-        "bwd_delta",
-        {n: tensors[n] for n in ("o", "dout", "dlse") if n in tensors},
-        tuple(workspace),
-        per_row(_row(problem, KERNELS["bwd_delta"], device).tile_m),
-        values={"num_m_blocks": num_m_blocks},
-    )
+    delta = _delta(problem, device, tuple(workspace), num_m_blocks)
     if not through_accum:
         every = {**given, **{n: tensors[n] for n in ("dq", "dk", "dv")}}
         dq = _launch(problem, device, name, every, ("delta", *more.pointers), per_query_tile, {"PHASE_DQ": True})
@@ -564,7 +562,7 @@ def _backward(problem: Problem, device: Device, family: str, notes: tuple[str, .
         "bwd_convert",
         {"dq": tensors["dq"]},
         ("dq_accum",),
-        per_row(_row(problem, KERNELS["bwd_convert"], device).tile_m),
+        lambda _: _cdiv(rows, _row(problem, KERNELS["bwd_convert"], device).tile_m),
     )
     return _finish(problem, family, [delta, *more.before, main, convert, *more.after], every_piece, notes)
 

@@ -171,6 +171,30 @@ PACKED: dict[str, Packed] = {
     "blocks, gaps": Packed(
         (150, 300, 1), (300, 60, 130), Case(options=(("block_mask", "near or first, larger blocks"),)), room=(70, 3)
     ),
+    "few queries, grouped": Packed(
+        (1, 5, 0, 9, 2), (150, 70, 3, 0, 9), Case(heads_q=4, heads_kv=1, options=CAUSAL, values="rising")
+    ),
+    "few queries of three heads, gaps": Packed(
+        (1, 2, 20),
+        (300, 7, 70),
+        Case(heads_q=6, options=(("alibi_slopes", "of heads"), ("sinks", "of heads"))),
+        room=(3, 1),
+    ),
+    "few queries, padded, everything": Packed(
+        (2, 0, 7),
+        (140, 9, 200),
+        Case(
+            heads_q=8,
+            heads_kv=2,
+            options=(
+                ("window", (150, 0)),
+                ("bias", "of every element"),
+                ("mask", "of every element"),
+                ("dropout_p", 0.2),
+            ),
+        ),
+        padded=True,
+    ),
     "grouped, wide heads": Packed((9, 130), (131, 70), Case(heads_q=6, heads_kv=2, head_dim=192, head_dim_v=256)),
     "odd heads": Packed((9, 130), (131, 70), Case(heads_q=4, head_dim=37, head_dim_v=81, options=CAUSAL)),
 }

@@ -191,6 +191,7 @@ def packed(
     tokens: int = 4096,
     batch: int = 8,
     heads: int = 4,
+    heads_kv: int | None = None,
     head_dim: int = 128,
     head_dim_v: int | None = None,
     used: bool = False,
@@ -201,8 +202,8 @@ def packed(
 ) -> problem.Problem:
     """One valid call of packed sequences, of whose rows not all are `used`. Of features that are arrays, `options` has
     the shapes."""
-    given = {name: contiguous((tokens, heads, head_dim), dtype) for name in "qk"}
-    given["v"] = contiguous((tokens, heads, head_dim_v or head_dim), dtype)
+    shapes = (heads, head_dim), (heads_kv or heads, head_dim), (heads_kv or heads, head_dim_v or head_dim)
+    given = {name: contiguous((tokens, *shape), dtype) for name, shape in zip("qkv", shapes, strict=True)}
     given |= {f"cu_seqlens_{side}": contiguous((batch + 1,), offsets) for side in "qk"}
     given |= {f"seqused_{side}": contiguous((batch,), "int32") for side in "qk" if used}
     for name in [name for name in options if features.BY_NAME[name].is_array]:

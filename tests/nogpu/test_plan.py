@@ -127,6 +127,16 @@ def test_what_the_readme_says_that_a_family_refuses(name, family):
             plan(problem, KNOWN["H200"], families=(family,))
 
 
+@pytest.mark.parametrize("used", [False, True])
+def test_heads_share_tiles_where_sequences_have_few_queries(used):
+    for tokens, batch, heads_kv, packed_heads in ((64, 64, 8, 4), (64, 64, 32, 1), (64000, 64, 8, 1), (5, 0, 8, 4)):
+        problem = packed(tokens=tokens, batch=batch, heads=32, heads_kv=heads_kv, used=used)
+        (launch,) = plan(problem, KNOWN["H200"], families=("sm90",)).launches
+        assert constants(launch)["PACK"] == packed_heads
+        queries = constants(launch)["TILE_M"] // packed_heads
+        assert dict(launch.values)["num_tiles"] >= -(-tokens // queries) * 32 // packed_heads * (batch > 0)
+
+
 @pytest.mark.parametrize("told", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_other_numbers_of_tokens_and_sequences_compile_nothing(family, told):
