@@ -54,8 +54,12 @@ def problem_of(case: Case, function, **call):
     return plans.make_problem(arrays, **call), arrays, options
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("function", LEARNED)
+RUNS = [("added", name) for name in CASES] + [
+    ("many ways", name) for name in ("window, bias, dropout, prefix", "softcap")
+]
+
+
+@pytest.mark.parametrize(("function", "name"), RUNS)
 @pytest.mark.parametrize("family", BACKWARDS)
 def test_gradients_of_what_a_function_captures(family, function, name):
     dtypes = KERNELS[f"bwd_{family}"].dtypes

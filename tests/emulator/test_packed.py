@@ -107,9 +107,12 @@ def test_packed(family, direction, name):
         assert key == "dbias" or result.tobytes() == again[key].tobytes(), key
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_deterministic_gradients(family):
-    which = taken(family, Packed((150, 7, 70), (200, 9, 130), Case(heads_q=4, options=CAUSAL), room=(0, 5)), 0)
+BLOCKS = (("block_mask", "near or first"),)
+
+
+@pytest.mark.parametrize(("family", "options"), [*((f, CAUSAL) for f in FAMILIES), ("sm90", BLOCKS), ("sm80", BLOCKS)])
+def test_deterministic_gradients(family, options):
+    which = taken(family, Packed((150, 7, 70), (200, 9, 130), Case(heads_q=4, options=options), room=(0, 5)), 0)
     arrays = inputs(which, "backward")
     plan = plan_or_skip(family, "backward", which, arrays, deterministic=True)
     first, *others = (run(plan, arrays, which, seed=seed, resident=3) for seed in range(3))
