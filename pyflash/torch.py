@@ -313,44 +313,59 @@ def scaled_dot_product_attention(
         tensors = [tensor[None] if tensor.dim() == 2 else tensor for tensor in (query, key, value)]
         out = scaled_dot_product_attention(*tensors, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         return out[0] if max(query.dim(), key.dim(), value.dim()) == 2 else out
-    try:
-        lead = torch.broadcast_shapes(*(tensor.shape[:-3] for tensor in (query, key, value)))
-    except RuntimeError:
-        shapes = ", ".join(f"{tuple(tensor.shape)}" for tensor in (query, key, value))
-        raise ValueError(f"query, key, value: got {shapes}, takes shapes that broadcast before the heads") from None
     if attn_mask is not None and not isinstance(attn_mask, torch.Tensor):
         raise TypeError(f"attn_mask: got {type(attn_mask).__name__}, takes a torch tensor")
-    if query.shape[-3] != key.shape[-3] and key.shape[-3] != 1 and not enable_gqa:
-        takes = f"{key.shape[-3]}, as key, or enable_gqa=True"
-        raise ValueError(f"query: got {query.shape[-3]} heads, takes {takes}")
+    query, key, value = _broadcast(query, key, value, enable_gqa)
+    *lead, heads, seqlen_q, _ = query.shape
+    seqlen_k = key.shape[-2]
     options = {"softmax_scale": scale}
     if attn_mask is not None:
         option = "mask" if attn_mask.dtype == torch.bool else "bias"
         if attn_mask.dim() > 3:
             try:
-                attn_mask = _batched(attn_mask, lead)
+                attn_mask = _batched(attn_mask.expand(*lead, *attn_mask.shape[-3:]))
             except RuntimeError:
-                takes = f"{(*lead, query.shape[-3], query.shape[-2], key.shape[-2])}"
+                takes = f"{(*lead, heads, seqlen_q, seqlen_k)}"
                 raise ValueError(f"attn_mask: got {tuple(attn_mask.shape)}, takes what broadcasts to {takes}") from None
         options[existing(option, "attn_mask")] = attn_mask
     if dropout_p:
         options[existing("dropout_p", "dropout_p")] = dropout_p
-    q, k, v = (_batched(tensor, lead).transpose(1, 2) for tensor in (query, key, value))
-    seqlen_q, seqlen_k = q.shape[1], k.shape[1]
-    if not is_causal:
-        out = entry.forward(q, k, v, **options)
-    elif seqlen_q <= seqlen_k:
+    q, k, v = _batched(query).transpose(1, 2), _batched(key).transpose(1, 2), _batched(value).transpose(1, 2)
+    if not is_causal or seqlen_q == seqlen_k:
+        out = entry.forward(q, k, v, causal=is_causal, **options)
+    elif seqlen_q < seqlen_k:
         out = entry.forward(q, k[:, :seqlen_q], v[:, :seqlen_q], causal=True, **options)
     else:  # the last queries see every key
         first = entry.forward(q[:, :seqlen_k], k, v, causal=True, **options)
         out = torch.cat((first, entry.forward(q[:, seqlen_k:], k, v, **options)), 1)
-    return out.transpose(1, 2).reshape(*lead, *query.shape[-3:-1], value.shape[-1])
+    out = out.transpose(1, 2)
+    return out if len(lead) == 1 else out.reshape(*lead, heads, seqlen_q, value.shape[-1])
 
 
-def _batched(tensor: torch.Tensor, lead: tuple[int, ...]) -> torch.Tensor:
-    """(..., heads, seqlen, head_dim), broadcast to `lead` before the heads, with one dimension in place of that."""
-    tensor = tensor.expand(*lead, *tensor.shape[-3:])
-    return tensor.flatten(0, -4) if lead else tensor[None]
+def _broadcast(query, key, value, enable_gqa: bool) -> tuple[torch.Tensor, ...]:
+    """With the same sizes before the heads; and as many heads, but where those of keys serve several of the queries."""
+    heads, heads_k, heads_v = query.shape[-3], key.shape[-3], value.shape[-3]
+    own = 3 if enable_gqa or (heads_k == heads_v and heads_k in (1, heads)) else 2  # dimensions that do not broadcast
+    tensors = query, key, value
+    front, *others = [tensor.shape[:-own] for tensor in tensors]
+    if others == [front, front]:
+        return tensors
+    try:
+        front = torch.broadcast_shapes(front, *others)
+    except RuntimeError:
+        if own == 2 and 1 not in (heads, heads_k) and heads != heads_k:
+            takes = f"{heads_k}, as key, or enable_gqa=True"
+            raise ValueError(f"query: got {heads} heads, takes {takes}") from None
+        shapes = ", ".join(f"{tuple(tensor.shape)}" for tensor in tensors)
+        raise ValueError(f"query, key, value: got {shapes}, takes shapes that broadcast before seqlen") from None
+    return tuple(tensor.expand(*front, *tensor.shape[-own:]) for tensor in tensors)
+
+
+def _batched(tensor: torch.Tensor) -> torch.Tensor:
+    """(..., heads, seqlen, head_dim) with one dimension before the heads."""
+    if tensor.dim() == 4:
+        return tensor
+    return tensor.flatten(0, -4) if tensor.dim() > 4 else tensor[None]
 
 
 def existing(option: str, argument: str) -> str:

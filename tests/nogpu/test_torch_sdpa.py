@@ -70,6 +70,13 @@ def test_grouped_heads(ours):
         ours(*arguments)
 
 
+@pytest.mark.parametrize("heads", [(4, 1, 1), (1, 4, 4), (4, 4, 1), (4, 1, 4), (1, 1, 4)], ids=str)
+def test_heads_broadcast(ours, heads):
+    arguments = [inputs((2,), h, h)[i] for i, h in enumerate(heads)]
+    agree(ours, arguments)
+    agree(ours, arguments, is_causal=True)
+
+
 def test_head_dim_of_v(ours):
     agree(ours, inputs(dim_v=12))
 
