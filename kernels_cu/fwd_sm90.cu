@@ -111,6 +111,10 @@ fwd_sm90(const __grid_constant__ Params params) {
     return found;
   };
 
+  auto find_range = [&](const Params& p) {
+    return warpgroup_keys(p, tile_keys(p, work), {work.batch, work.head}, work.m0 + wg * WG_QUERIES);
+  };
+
   // ---- Handing over: output tiles, buffers, turns
   auto receive_work = [&]() {
     mbarrier_wait(&smem.q_full[q.index][wg], q.parity);
@@ -123,7 +127,7 @@ fwd_sm90(const __grid_constant__ Params params) {
       if (work.valid()) enter_part<BY_QUERIES>(own, params, work.split);
     }
     const KeyWalk all = tile_keys(p, work);
-    range = warpgroup_keys(p, all, {work.batch, work.head}, work.m0 + wg * WG_QUERIES);
+    range = find_range(p);
     before = all.end - range.end;
     behind = range.begin - all.begin;
   };
@@ -311,6 +315,10 @@ fwd_sm90(const __grid_constant__ Params params) {
   };
   // Scores become probabilities against the stale reference. Returns whether they were too large for it.
   auto take_stale = [&](int n) {
+    if constexpr (ADDENDS_LAST) {
+      modify(n);
+      return softmax.take_stale<true>(s_rmem, TileSoftmax::scaled(scale));
+    }
     const int kv0 = first_key(n);
     const Scorer scorers[2] = {{p, {work.batch, head(work, 0)}, query(work, 0), kv0, side(n)},
                                {p, {work.batch, head(work, 1)}, query(work, 1), kv0, side(n)}};
@@ -394,6 +402,16 @@ fwd_sm90(const __grid_constant__ Params params) {
   };
   auto make_hidden_harmless = [&](int begin) {  // once the products with all key tiles from `begin` on are there
     if (HIDES_KEYS && unchecked && __builtin_expect(!check_output(), 0)) redo_output(begin);
+  };
+  auto make_all_hidden_harmless = [&](const Work& done) {  // of an output tile, perhaps when there is another already
+    if (!HIDES_KEYS || !unchecked || __builtin_expect(check_output(), 1)) return;
+    const Work next = work;
+    const KeyWalk next_range = range;
+    const auto found = own_of(done);
+    work = done;
+    range = find_range(found.p);
+    redo_output(range.begin);
+    work = next, range = next_range;
   };
 
   // ---- Steps: p of key tile n, whose scores are there, beside o += p v of the tile before
@@ -520,7 +538,8 @@ fwd_sm90(const __grid_constant__ Params params) {
     finish_rows(inverse);
     const Work done = work;
     const int rest = behind;
-    const bool early = cfg::SCORE_EARLY && rest == 0 && !unchecked;  // else loads wait for the rest, q for loads
+    // Else loads wait for the rest, q for loads.
+    const bool early = cfg::SCORE_EARLY && rest == 0 && (ENDS_HIDDEN || !unchecked);
     q.advance();
     scored = false;
     if (early) {
@@ -532,12 +551,14 @@ fwd_sm90(const __grid_constant__ Params params) {
       wgmma_wait<1>();
       hold_output();
       release_v();
+      if constexpr (ENDS_HIDDEN) make_all_hidden_harmless(done);
       store(done, inverse);
       wgmma_wait<0>();
       wgmma_hold(s_rmem);
     } else {
       finish_output();
-      make_hidden_harmless(range.begin);
+      if constexpr (ENDS_HIDDEN) make_all_hidden_harmless(done);
+      else make_hidden_harmless(range.begin);
       skip(rest);
       store(done, inverse);
       if (!early) receive_work();

@@ -22,6 +22,9 @@ constexpr bool RAISES = RISES || HIDES_IN_ANY_TILE;
 // Whether steps do so after one whose reference was outgrown, until one need not raise it: what scores do along a row is
 // anybody's guess.
 constexpr bool ADAPTS = SCORES_HIDE && !RAISES;
+// Whether the last tile of a walk often hides keys, so that o is looked through when the next output tile has begun.
+// What is computed by elements has no registers for it.
+constexpr bool ENDS_HIDDEN = BOUND_LEFT && !BY_ELEMENT;
 constexpr bool DYNAMIC = cfg::DYNAMIC || WALKS_DIFFER;  // whether tiles are handed out as CTAs get free
 static_assert(!VARLEN || !cfg::SPLIT, "all keys");
 static_assert(cfg::NUM_THREADS == (CONSUMERS + 1) * WARPGROUP, "one warpgroup loads, the others compute");

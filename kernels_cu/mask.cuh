@@ -28,6 +28,7 @@ constexpr bool BY_ELEMENT = HIDES_ANYWHERE || cfg::BIAS || cfg::SCORE_MOD || cfg
 // Whether what an element adds to its score, and whether it is hidden, can be read 16 bytes at a time of a row of keys:
 // Hopper's kernels do that ahead of the scores.
 constexpr bool ADDENDS_AHEAD = cfg::BIAS && cfg::WIDE_BIAS;
+constexpr bool ADDENDS_LAST = cfg::BIAS && !ADDENDS_AHEAD;  // else they are read when the scores are there
 constexpr bool HIDDEN_AHEAD = cfg::MASK && cfg::WIDE_MASK && !cfg::MASK_MOD;
 // Whether a score may be -inf though its key is not hidden.
 constexpr bool SCORES_HIDE = cfg::BIAS || cfg::SCORE_MOD;

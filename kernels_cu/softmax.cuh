@@ -84,10 +84,10 @@ __device__ __forceinline__ float tanh_rough(float x) {
 // The largest magnitude in an array of any dimensions. NaN is none.
 __device__ __forceinline__ float largest(float x) { return fabsf(x); }
 template <class Part, int COUNT> __device__ __forceinline__ float largest(const Part (&parts)[COUNT]) {
-  float found = 0;
+  float found[4] = {};  // so that they do not wait for each other
 #pragma unroll
-  for (int i = 0; i < COUNT; i++) found = fmaxf(found, largest(parts[i]));
-  return found;
+  for (int i = 0; i < COUNT; i++) found[i % 4] = fmaxf(found[i % 4], largest(parts[i]));
+  return fmaxf(fmaxf(found[0], found[1]), fmaxf(found[2], found[3]));
 }
 __device__ __forceinline__ float fma_real(float a, float b, float c) { return fmaf(a, b, c); }
 __device__ __forceinline__ double fma_real(double a, double b, double c) { return fma(a, b, c); }
@@ -184,7 +184,6 @@ struct TileSoftmax : RowSoftmax<2> {
     return raised;
   }
 
- private:
   static __device__ __forceinline__ auto scaled(float scale) {
     return [scale](float s, int, float origin) { return fmaf(s, scale, -origin); };
   }

@@ -84,6 +84,12 @@ def _divides(problem: Problem, kernel: Kernel, row: Row) -> bool:
     return blocks is None or blocks.obstacle([(row.tile_m, row.tile_n)]) is None
 
 
+def _band_width(problem: Problem) -> float:
+    """How many keys a query may see by causal and window."""
+    low, high = features.band(problem.on, problem.seqlen_q, problem.seqlen_k)
+    return math.inf if low is None or high is None else high - low + 1
+
+
 def _rows(problem: Problem, kernel: Kernel, device: Device, fits: Callable = _divides) -> Iterator[Row]:
     """The rows that serve the problem and fit the device."""
     dims = _padded(problem, kernel)
@@ -95,6 +101,7 @@ def _rows(problem: Problem, kernel: Kernel, device: Device, fits: Callable = _di
             and not (row.plain and features.by_element(problem.on))
             and row.min_seqlen_q <= problem.usual_seqlen_q
             and (row.max_seqlen is None or max(problem.seqlen_q, problem.seqlen_k) <= row.max_seqlen)
+            and (row.max_band is None or _band_width(problem) <= row.max_band)
             and row.min_smem <= device.smem_bytes
             and kernel.smem_bytes(row, *dims, problem.dtype.itemsize) <= device.smem_bytes
             and fits(problem, kernel, row)

@@ -26,6 +26,7 @@ class Row:
     max_seqlen: int | None = None  # and at most this many, and as many keys
     whole: bool = False  # made for many long tiles: serves neither those of several heads nor parts of the keys
     plain: bool = False  # serves no feature that takes code of its own for each element: has no registers for it
+    max_band: int | None = None  # serves only problems whose queries see at most this many keys, by causal and window
     min_smem: int = 0  # serves only devices that give a CTA this many bytes: where min_ctas CTAs need more than one's
 
 
@@ -142,6 +143,7 @@ def _fwd_sm90(
     dynamic: bool = False,
     whole: bool = False,
     max_seqlen: int | None = None,
+    max_band: int | None = None,
 ) -> tuple[Row, ...]:
     """One warpgroup loads; those that compute 64 rows each share the other registers. Causal tiles differ in length, so
     they are handed out as CTAs get free, as are `dynamic` ones. `early`: scores of the next output tile beside the last
@@ -175,6 +177,7 @@ def _fwd_sm90(
             max_seqlen,
             whole,
             plain=whole,
+            max_band=max_band,
         )
         rows.append(row)
     return tuple(rows)
@@ -206,6 +209,7 @@ def _simt(head_dim: int, tile_m: int, tile_n: int, threads: int, grid: tuple[int
 
 _FOUR_WARPGROUPS = "as exponentials bind, four to hide them: 192 rows of 128 keys -4 % full, -7 % causal"
 _THREE_WARPGROUPS = "three hide more of a long walk, and share k and v: 128 x 128 -3 to -9 %"
+_NARROW = "less of the first and the last tile of a window is hidden: 80 keys -6 % with 1025"
 _SHORT = "144 or 176 keys up to -20 %; two tiles of q, k and v -2 to -4 % at 1k with four query heads a head of k"
 _ONE_TILE = "half of the keys are visible to half of the rows, and all is memory: 128 keys -7 %, turns -2 %"
 _BLOCKS = "8 x 8 results a thread in both products, two CTAs a multiprocessor"
@@ -271,7 +275,20 @@ KERNELS: dict[str, Kernel] = {
                 128, 192, 80, 2, 2, _THREE_WARPGROUPS, pass_early=2, min_seqlen_q=4096, only_causal=False, whole=True
             ),
             *_fwd_sm90(
-                128, 192, 80, 2, 2, _THREE_WARPGROUPS, pass_early=2, min_seqlen_q=16384, only_causal=True, whole=True
+                128,
+                192,
+                64,
+                2,
+                2,
+                _NARROW,
+                pass_early=1,
+                min_seqlen_q=8192,
+                only_causal=True,
+                whole=True,
+                max_band=2048,
+            ),
+            *_fwd_sm90(
+                128, 192, 80, 2, 2, _THREE_WARPGROUPS, pass_early=2, min_seqlen_q=8192, only_causal=True, whole=True
             ),
             *_fwd_sm90(128, 128, 128, 3, 1, _SHORT, pass_early=2, min_seqlen_q=512, only_causal=False),
             *_fwd_sm90(128, 128, 128, 3, 1, f"{_SHORT}; handed out, at 128 +3 % full", pass_early=2, dynamic=True),
