@@ -107,7 +107,7 @@ fwd_sm90(const __grid_constant__ Params params) {
   // The arguments of a tile's sequence, found anew rather than kept in registers; plain ones as they are.
   auto own_of = [&](const Work& work) {
     Own<VARLEN> found(params);
-    if constexpr (VARLEN) enter_part<BY_QUERIES>(found, params, work.split);
+    if constexpr (VARLEN) enter_part<BY_QUERIES>(found, params, rows_part(params, work));
     return found;
   };
 
@@ -124,7 +124,7 @@ fwd_sm90(const __grid_constant__ Params params) {
     __syncwarp();
     work = {uniform(next.m0), uniform(next.head), uniform(next.batch), uniform(next.split)};
     if constexpr (VARLEN) {
-      if (work.valid()) enter_part<BY_QUERIES>(own, params, work.split);
+      if (work.valid()) enter_part<BY_QUERIES>(own, params, rows_part(params, work));
     }
     const KeyWalk all = tile_keys(p, work);
     range = find_range(p);
@@ -465,8 +465,8 @@ fwd_sm90(const __grid_constant__ Params params) {
   };
 
   // ---- The end of an output tile
-  auto place = [&](const Work& work) {  // among batches, or their partial results
-    return cfg::SPLIT ? work.split * p.batch + work.batch : work.batch;
+  auto part_begin = [&](const Work& work, i64 of_batch) {  // SPLIT: of the results of a part of the keys
+    return cfg::SPLIT ? keys_part(p, work) * (cfg::PACKED ? 1 : p.batch) * of_batch : 0;
   };
   auto finish_rows = [&](float (&inverse)[2]) {  // and their lse
     const auto found = own_of(work);
@@ -477,7 +477,8 @@ fwd_sm90(const __grid_constant__ Params params) {
       softmax.finish(r, inverse[r], lse);
       inverse[r] *= kept_scale(p);
       if (p.lse && lane % 4 == 0 && query(work, r) < p.seqlen_q) {
-        p.lse[rows_begin(p, flat_head(p, place(work), head(work, r))) + query(work, r)] = lse;
+        const i64 part = part_begin(work, (i64)p.num_heads_q * (VARLEN ? p.rows_q : p.seqlen_q));
+        p.lse[part + rows_begin(p, flat_head(p, work.batch, head(work, r))) + query(work, r)] = lse;
       }
     }
   };
@@ -486,8 +487,8 @@ fwd_sm90(const __grid_constant__ Params params) {
     const Params& p = found.p;
     auto o_row = [&](int r) -> cfg::Output* {
       if (query(work, r) >= p.seqlen_q) return nullptr;
-      return p.o + q_begin(p, place(work), p.o_stride) + query(work, r) * p.o_stride[1] +
-             head(work, r) * p.o_stride[2];
+      return p.o + part_begin(work, p.o_stride[0]) + q_begin(p, work.batch, p.o_stride) +
+             query(work, r) * p.o_stride[1] + head(work, r) * p.o_stride[2];
     };
     store_rows<TILE_DV, cfg::Output>(o_row, p.head_dim_v, o_rmem, inverse, lane);
   };
@@ -499,7 +500,7 @@ fwd_sm90(const __grid_constant__ Params params) {
     float inverse[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {  // what has no key counts in one part of the keys
-      const float start = !cfg::SPLIT || work.split == 0 ? row_start(p, {work.batch, head(work, r)}) : NEG_INF;
+      const float start = keys_part(p, work) == 0 ? row_start(p, {work.batch, head(work, r)}) : NEG_INF;
       softmax.begin(r, start, lane % 4 == 0);
     }
 #pragma unroll

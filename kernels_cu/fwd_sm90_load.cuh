@@ -26,17 +26,22 @@ constexpr bool ADAPTS = SCORES_HIDE && !RAISES;
 // What is computed by elements has no registers for it.
 constexpr bool ENDS_HIDDEN = BOUND_LEFT && !BY_ELEMENT;
 constexpr bool DYNAMIC = cfg::DYNAMIC || WALKS_DIFFER;  // whether tiles are handed out as CTAs get free
-static_assert(!VARLEN || !cfg::SPLIT, "all keys");
 static_assert(cfg::NUM_THREADS == (CONSUMERS + 1) * WARPGROUP, "one warpgroup loads, the others compute");
 static_assert(TILE_N % 16 == 0 && TILE_D % 16 == 0 && TILE_DV % 16 == 0, "wgmma sums in steps of 16");
 
 // The output tile that a warpgroup computes next: the queries from m0 on, of PACK heads from `head` on, over part
-// `split` of their keys. Or the end. With VARLEN keys are not split, and that is the part of the rows (sequences.cuh).
+// `split` of their keys. Or the end. With VARLEN it is that of num_splits times the part of the rows (sequences.cuh), on top.
 struct alignas(16) Work {
   int m0, head, batch, split;
   __device__ __forceinline__ bool valid() const { return split >= 0; }
 };
 constexpr int END = -1;  // in place of a split
+__device__ __forceinline__ int keys_part(const Params& p, const Work& work) {
+  return !cfg::SPLIT ? 0 : VARLEN ? work.split % p.num_splits : work.split;
+}
+__device__ __forceinline__ int rows_part(const Params& p, const Work& work) {
+  return cfg::SPLIT ? work.split / p.num_splits : work.split;
+}
 
 struct Smem {
   alignas(1024) Element q[Q_STAGES][CONSUMERS][D_CHUNKS][WG_ROWS][CHUNK];
@@ -65,7 +70,7 @@ __device__ __forceinline__ KeyWalk tile_keys(const Params& p, const Work& work) 
   KeyWalk all(p, {work.batch, work.head}, work.m0, TILE_QUERIES);
   if (STARTS_INSIDE) all.start_at(work.m0 + TILE_QUERIES - 1 + p.seqlen_k - p.seqlen_q);
   if (!cfg::SPLIT) return all;
-  const int part = ceil_div(all.end - all.begin, p.num_splits), begin = min(all.begin + work.split * part, all.end);
+  const int part = ceil_div(all.end - all.begin, p.num_splits), begin = min(all.begin + keys_part(p, work) * part, all.end);
   return clip(all, begin, min(begin + part, all.end));
 }
 
@@ -100,9 +105,12 @@ template <class Own> __device__ __forceinline__ Work take_work(Own& own, const P
     return find_work(p, index);
   } else {
     SequenceTile tile;
+    const int tiles = cfg::SPLIT ? p.num_tiles / p.num_splits : p.num_tiles, packs = p.num_heads_q / cfg::PACK;
     for (; index < (unsigned)p.num_tiles; index = gridDim.x + atomicAdd(p.tile_counter, 1)) {
-      if (find_tile<BY_QUERIES, TILE_QUERIES, HEADS_KEYS>(own, p, index, p.num_heads_q / cfg::PACK, tile)) {
-        return {(tile.blocks - 1 - tile.block) * TILE_QUERIES, tile.head * cfg::PACK, tile.batch, tile.part};
+      const int split = cfg::SPLIT ? index / tiles : 0;
+      if (find_tile<BY_QUERIES, TILE_QUERIES, HEADS_KEYS>(own, p, index - split * tiles, packs, tile)) {
+        const int part = cfg::SPLIT ? tile.part * p.num_splits + split : tile.part;
+        return {(tile.blocks - 1 - tile.block) * TILE_QUERIES, tile.head * cfg::PACK, tile.batch, part};
       }
     }
     return {0, 0, 0, END};

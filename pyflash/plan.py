@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from . import features, params, scores, sequences, sizes, sums
 from .device import Device
@@ -361,18 +361,21 @@ def _tilings(problem: Problem, device: Device) -> Iterator[_Tiling]:
                 yield _Tiling(row, pack, num_m_blocks, query_tiles, splits, seconds)
 
 
-def _tiling(problem: Problem, device: Device) -> _Tiling:
+def _best(tilings: list[_Tiling]) -> _Tiling:
     """The first, unless another promises to be clearly faster."""
-    tilings = list(_tilings(problem, device))
-    if problem.varlen:  # the fewest tiles of usual sequences
-        row, heads = tilings[0].row, problem.num_heads_q
-        usual = {n: _cdiv(problem.usual_seqlen_q, _tile_queries(row, n)) * heads // n for n in _packs(problem, row)}
-        pack = min(usual, key=lambda n: usual[n] * (1 if n == 1 else 1.1))
-        queries = _tile_queries(row, pack)
-        tiles = problem.tiles_per_head(problem.rows_q, problem.seqlen_q, queries) * heads // pack
-        return _Tiling(row, pack, _cdiv(problem.seqlen_q, queries), tiles, 1, 0)
     fastest = min(tilings, key=lambda tiling: tiling.seconds)
     return tilings[0] if tilings[0].seconds <= 1.1 * fastest.seconds else fastest
+
+
+def _tiling(problem: Problem, device: Device) -> _Tiling:
+    """The best, where lengths differ for sequences that all are as long as usual."""
+    usual = replace(problem, seqlen_q=problem.usual_seqlen_q, seqlen_k=problem.usual_seqlen_k)
+    best = _best(list(_tilings(usual, device)))
+    if not problem.varlen:
+        return best
+    queries, heads = _tile_queries(best.row, best.pack), problem.num_heads_q // best.pack
+    tiles = problem.tiles_per_head(problem.rows_q, problem.seqlen_q, queries) * heads
+    return replace(best, num_m_blocks=_cdiv(problem.seqlen_q, queries), query_tiles=tiles)
 
 
 def _combine(problem: Problem, device: Device, splits: int) -> Launch:
@@ -395,7 +398,7 @@ def _forward_sm90(problem: Problem, device: Device, notes: tuple[str, ...]) -> P
     dynamic = dict(row.knobs)["DYNAMIC"] or problem.varlen or "block_mask" in problem.on  # walks differ in length
     arrays, pointers, values = {name: tensors[name] for name in "qkv"}, ("lse",) * ("lse" in tensors), {}
     if split:  # one output for each part, one behind the other like batches
-        heads, seqlen, dim = problem.num_heads_q, problem.seqlen_q, problem.head_dim_v
+        heads, seqlen, dim = problem.num_heads_q, problem.rows_q, problem.head_dim_v
         pointers, values = tuple(_PARTIAL.items()), {"o_stride": (heads * seqlen * dim, dim, seqlen * dim, 1)}
     else:
         arrays["o"] = tensors["o"]
@@ -423,7 +426,7 @@ def _forward_sm90(problem: Problem, device: Device, notes: tuple[str, ...]) -> P
     )
     if not split:
         return _finish(problem, "sm90", [main], {}, notes)
-    rows = splits * problem.batch * problem.num_heads_q * problem.seqlen_q
+    rows = splits * problem.num_rows
     workspace = {_PARTIAL["o"]: rows * problem.head_dim_v * 4, _PARTIAL["lse"]: rows * 4}
     return _finish(problem, "sm90", [main, _combine(problem, device, splits)], workspace, notes)
 

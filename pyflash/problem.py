@@ -135,7 +135,14 @@ class Problem:
     @property
     def usual_seqlen_q(self) -> int:
         """For which tiles are chosen: that of sequences, by which most time is taken where lengths differ."""
-        return min(self.seqlen_q, 2 * self.rows_q // max(self.batch, 1)) if self.packed else self.seqlen_q
+        return self._usual(self.seqlen_q, self.rows_q)
+
+    @property
+    def usual_seqlen_k(self) -> int:
+        return self._usual(self.seqlen_k, self.rows_k)
+
+    def _usual(self, longest: int, rows: int) -> int:
+        return min(longest, 2 * rows // max(self.batch, 1)) if self.packed else longest
 
     @property
     def num_rows(self) -> int:

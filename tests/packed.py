@@ -174,6 +174,7 @@ PACKED: dict[str, Packed] = {
     "few queries, grouped": Packed(
         (1, 5, 0, 9, 2), (150, 70, 3, 0, 9), Case(heads_q=4, heads_kv=1, options=CAUSAL, values="rising")
     ),
+    "few queries, many keys": Packed((1, 3), (700, 400), Case(heads_q=4, heads_kv=1, options=CAUSAL)),
     "few queries of three heads, gaps": Packed(
         (1, 2, 20),
         (300, 7, 70),

@@ -13,17 +13,16 @@ from pyflash import dispatch, plan
 @contextlib.contextmanager
 def tiled(**wanted: object) -> Iterator[None]:
     """Within the context the first tiling that has the `wanted` attributes: `row`, `pack`, `splits`."""
-    chosen, remembered = plan._tiling, dispatch._prepared
+    chosen, remembered = plan._best, dispatch._prepared
 
-    def choose(problem, device):
-        tilings = plan._tilings(problem, device)
+    def choose(tilings):
         return next(t for t in tilings if all(getattr(t, name) == value for name, value in wanted.items()))
 
-    plan._tiling, dispatch._prepared = choose, {}
+    plan._best, dispatch._prepared = choose, {}
     try:
         yield
     finally:
-        plan._tiling, dispatch._prepared = chosen, remembered
+        plan._best, dispatch._prepared = chosen, remembered
 
 
 # Cases, each with the heads in its tiles and the parts of its keys.

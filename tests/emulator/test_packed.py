@@ -11,7 +11,9 @@ import pytest
 from cases import CAUSAL, Case
 from packed import PACKED, Packed
 from problems import device_of
+from tilings import tiled
 
+from pyflash.device import Device
 from pyflash.errors import Unsupported
 from pyflash.plan import Plan
 from pyflash.plan import plan as plan_launches
@@ -40,7 +42,9 @@ def inputs(which: Packed, direction: str) -> dict[str, np.ndarray]:
     return {**arrays, **more, "o": out.astype(arrays["q"].dtype), "lse": lse.astype(which.case.lse_dtype)}
 
 
-def plan_of(family: str, direction: str, which: Packed, arrays: dict[str, np.ndarray], **call) -> Plan:
+def plan_of(
+    family: str, direction: str, which: Packed, arrays: dict[str, np.ndarray], device: Device = DEVICE, **call
+) -> Plan:
     problem = plans.make_problem(
         arrays,
         backward=direction == "backward",
@@ -50,7 +54,7 @@ def plan_of(family: str, direction: str, which: Packed, arrays: dict[str, np.nda
         longest=which.longest if which.bounded else (None, None),
         **call,
     )
-    return plan_launches(problem, DEVICE, (family,))
+    return plan_launches(problem, device, (family,))
 
 
 def plan_or_skip(family: str, *call, **options) -> Plan:
@@ -119,6 +123,30 @@ def test_deterministic_gradients(family, options):
     check(which, arrays, first)
     for other in others:
         assert all(first[key].tobytes() == other[key].tobytes() for key in first)
+
+
+# With heads in a tile, and parts of the keys.
+TILED = {
+    "few queries": (Packed((1, 5, 0, 9), (700, 300, 3, 0), Case(heads_q=4, heads_kv=1, options=CAUSAL)), 4, 3),
+    "gaps, sinks": (
+        Packed((5, 70), (300, 640), Case(heads_q=4, options=(*CAUSAL, ("sinks", "of heads"))), room=(3, 7)), 2, 2,
+    ),
+    "empty sequences": (Packed((0, 70, 0, 65, 0), (9, 400, 0, 365, 0), Case(values="rising"), offsets="int64"), 1, 3),
+    "padded, everything": (PACKED["few queries, padded, everything"], 2, 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TILED)
+def test_tilings(case):
+    """Several heads in a tile, keys in parts: right, and the same bits whatever the timing."""
+    which, pack, splits = TILED[case]
+    which = taken("sm90", which, list(TILED).index(case))
+    arrays = inputs(which, "forward")
+    with tiled(pack=pack, splits=splits):
+        plan = plan_of("sm90", "forward", which, arrays, device=device_of((9, 0)))
+    first, second = (run(plan, arrays, which, seed=seed, resident=2, shuffled=True) for seed in range(2))
+    check(which, arrays, first)
+    assert all(first[key].tobytes() == second[key].tobytes() for key in first)
 
 
 LIES = {

@@ -129,7 +129,7 @@ def test_what_the_readme_says_that_a_family_refuses(name, family):
 
 @pytest.mark.parametrize("used", [False, True])
 def test_heads_share_tiles_where_sequences_have_few_queries(used):
-    for tokens, batch, heads_kv, packed_heads in ((64, 64, 8, 4), (64, 64, 32, 1), (64000, 64, 8, 1), (5, 0, 8, 4)):
+    for tokens, batch, heads_kv, packed_heads in ((64, 64, 8, 4), (64, 64, 32, 1), (64000, 64, 8, 1), (5, 0, 8, 1)):
         problem = packed(tokens=tokens, batch=batch, heads=32, heads_kv=heads_kv, used=used)
         (launch,) = plan(problem, KNOWN["H200"], families=("sm90",)).launches
         assert constants(launch)["PACK"] == packed_heads
@@ -137,17 +137,33 @@ def test_heads_share_tiles_where_sequences_have_few_queries(used):
         assert dict(launch.values)["num_tiles"] >= -(-tokens // queries) * 32 // packed_heads * (batch > 0)
 
 
+@pytest.mark.parametrize("used", [False, True])
+def test_keys_are_split_where_sequences_are_few(used):
+    """And the results of the parts fit their workspace."""
+    problem = packed(tokens=8192, batch=2, heads=2, head_dim=64, used=used)
+    shapes = {"q": (1, 8, 2, 64), "o": (1, 8, 2, 64), "lse": (1, 2, 8)}
+    tensors = ((name, x._replace(shape=shapes.get(name, x.shape))) for name, x in problem.tensors)
+    few = replace(problem, tensors=tuple(tensors), seqlen_q=8)
+    made = plan(few, KNOWN["H200"], families=("sm90",))
+    main, merging = made.launches
+    splits = dict(main.values)["num_splits"]
+    assert constants(main)["SPLIT"] and merging.kernel == "combine" and splits == dict(merging.values)["num_splits"] > 1
+    assert dict(main.values)["num_tiles"] % splits == 0
+    pieces = {buffer.name: buffer.nbytes for buffer in made.workspace}
+    assert pieces == {"o_partial": splits * 8 * 2 * 64 * 4, "lse_partial": splits * 8 * 2 * 4}
+
+
 @pytest.mark.parametrize("told", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_other_numbers_of_tokens_and_sequences_compile_nothing(family, told):
-    """But a kernel's tile rows, of which the usual length decides."""
+    """But how a kernel's tiles are cut, of which the usual length decides."""
     dtype, programs = KERNELS[f"bwd_{family}"].dtypes[0], {}
     for tokens, batch, backward in itertools.product((1, 999, 4096, 70001), (1, 7, 64), (False, True)):
         call = {"tokens": tokens, "batch": batch, "max_seqlen": min(tokens, 4001) if told else None}
         made = plan(packed(dtype=dtype, backward=backward, causal=True, **call), KNOWN["H200"], families=(family,))
         for launch in made.launches:
-            phase = constants(launch).get("PHASE_DQ")
-            programs.setdefault((launch.kernel, tile_row(launch), phase), set()).add(source.program(launch))
+            cut = tuple(constants(launch).get(name) for name in ("PHASE_DQ", "PACK", "SPLIT"))
+            programs.setdefault((launch.kernel, tile_row(launch), cut), set()).add(source.program(launch))
     assert all(len(texts) == 1 for texts in programs.values())
 
 
