@@ -1,7 +1,7 @@
 // Backward attention on Hopper with wgmma, TMA and warp specialisation. With p = exp(s - lse), delta = rowsum(do * o):
 //   dv = pT do     dp = do vT     ds = p (dp - delta)     dq = scale ds k     dk = scale dsT q
 //
-// A CTA stays on its multiprocessor and takes tiles of TILE_N keys in turn (find_work). For each it walks the query
+// A CTA stays on its multiprocessor and draws tiles of TILE_N keys (Draw). For each it walks the query
 // tiles that see them, of every query head of the group, with dk and dv in registers throughout; dq is added to floats
 // in global memory, in the order of registers, which bwd_convert_sm90 turns into dq.
 //

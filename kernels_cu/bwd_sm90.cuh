@@ -23,75 +23,121 @@ __device__ __forceinline__ Pair unpack2(u32 x) {
   return {to_real(Element{(unsigned short)x}), to_real(Element{(unsigned short)(x >> 16)})};
 }
 
+// Before one lane does what lets the barrier go on to its next phases: no other lane may miss this one.
+__device__ __forceinline__ void await_as_warp(u64* barrier, u32 parity) {
+  mbarrier_wait(barrier, parity);
+  __syncwarp();
+}
+
 // ---- which tiles ----------------------------------------------------------------------------------------------------
 
 // One key tile of one key head, and the query tiles that it visits for every query head of its group.
 struct Work {
   int n_block, head_kv, batch;
-  bool exists;  // the middle tile of a head has no partner: see find_work
   QueryWalk queries;
 
   __device__ __forceinline__ int n0() const { return n_block * TILE_N; }
   __device__ __forceinline__ int steps() const { return queries.visits; }
 };
 
-// The CTA's `turn`-th piece of work, or false. All warps find it by themselves, so nothing need be communicated.
+// Its name, as one warp of the CTA draws it and tells it to the others; or the end. `batch`: with VARLEN, the part of
+// the keys.
+struct alignas(16) TileName { int n_block, head_kv, batch; };
+constexpr int END = -1;  // in place of n_block
+
+// The CTA's next tile, n_block END behind the last. A warp's work.
 //
-// With a CTA for every tile, tiles are numbered head by head; an ordered sum wants the last of a head first (see
-// accumulate_dq). Fewer CTAs take pairs of tiles, the i-th and the i-th last of a head: in causal heads, where tiles
-// have less to do the later they come, pairs are alike. When half of the CTAs can take the pairs that are left, all
-// share them.
-template <class Own> __device__ __forceinline__ bool find_work(Own& own, int turn, Work& work) {
-  const Params& p = own.p;
-  if constexpr (VARLEN) {  // there and back, as the tiles of a causal head have less to do the later they come
-    const u32 number = turn * gridDim.x + (turn % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-    SequenceTile tile;
-    if (number >= Parts<BY_KEYS>{own.all()}.tiles(TILE_N) * p.num_heads_kv) return false;
-    work.exists = find_tile<BY_KEYS, TILE_N>(own, own.all(), number, p.num_heads_kv, tile);
-    if (!work.exists) return true;
-    work.n_block = cfg::DETERMINISTIC ? tile.blocks - 1 - tile.block : tile.block;
-    work.batch = tile.batch, work.head_kv = tile.head;
-    work.queries = QueryWalk(p, work.batch, work.head_kv, work.n0());
-    return true;
+// Tiles are numbered in the order in which CTAs draw them, as they get free. Heads are taken in sections whose q, do and
+// dq share L2; in a section the first key tiles come first, whose causal walk is longest, so that short ones fill the
+// end. Ordered sums want the last first (see take_turn): who waits for others' sums waits for tiles with smaller
+// numbers. These were drawn before, so somebody can always go on, however few CTAs the GPU runs at a time.
+constexpr int SECTION_BYTES = 32 << 20, ROW_BYTES = (TILE_D + TILE_DV) * sizeof(Element) + TILE_D * sizeof(float);
+constexpr int SECTION_ROWS = ROWS_DIFFER || cfg::DETERMINISTIC ? SECTION_BYTES / ROW_BYTES : 0;
+
+template <class Own> __device__ __forceinline__ TileName draw_tile(Own& own, int lane) {
+  const Params& p = own.all();
+  while (true) {
+    const u32 number = uniform(lane == 0 ? atomicAdd(p.tile_counter, 1) : 0);
+    int n_block, blocks;
+    TileName name;
+    if constexpr (VARLEN) {
+      if (number >= Parts<BY_KEYS>{p}.tiles(TILE_N) * p.num_heads_kv) return {END};
+      SequenceTile tile;
+      if (!find_tile<BY_KEYS, TILE_N, SECTION_ROWS>(own, p, number, p.num_heads_kv, tile)) continue;
+      n_block = tile.block, blocks = tile.blocks, name = {0, tile.head, tile.part};
+    } else {
+      blocks = p.num_n_blocks;
+      const u32 heads = p.batch * p.num_heads_kv;
+      if (number >= heads * blocks) return {END};
+      const u32 section = number / (p.heads_per_section * blocks), first = section * p.heads_per_section;
+      const u32 place = number - first * blocks, width = min(u32(p.heads_per_section), heads - first);
+      n_block = place / width;
+      const int head = first + place - n_block * width, batch = head / p.num_heads_kv;
+      name = {0, head - batch * p.num_heads_kv, batch};
+    }
+    name.n_block = cfg::DETERMINISTIC ? blocks - 1 - n_block : n_block;
+    return name;
   }
-  const int heads = p.batch * p.num_heads_kv, ctas = gridDim.x, cta = blockIdx.x;
-  int head, block, second = 0;
-  if (ctas >= heads * p.num_n_blocks) {
-    if (turn) return false;
-    head = cta / p.num_n_blocks, block = cta - head * p.num_n_blocks;
-    if (cfg::DETERMINISTIC) block = p.num_n_blocks - 1 - block;
-  } else {
-    const int head_pairs = (p.num_n_blocks + 1) / 2, begin = turn / 2 * ctas, left = heads * head_pairs - begin;
-    const bool shared = left <= ctas / 2;
-    if (shared ? turn % 2 || cta >= 2 * left : cta >= left) return false;
-    const int pair = begin + (shared ? cta / 2 : cta);
-    second = shared ? cta % 2 : turn % 2;
-    head = pair / head_pairs, block = pair - head * head_pairs;
-    if (second) block = p.num_n_blocks - 1 - block;
-  }
-  work.exists = !second || 2 * block + 1 != p.num_n_blocks;
-  work.n_block = block;
-  work.batch = head / p.num_heads_kv;
-  work.head_kv = head - work.batch * p.num_heads_kv;
-  work.queries = QueryWalk(p, work.batch, work.head_kv, work.n0());
-  return true;
 }
 
-// Calls work(tile) for every tile of the CTA.
-template <class Own, class Do> __device__ __forceinline__ void for_each_tile(Own& own, Do work) {
-  Work tile;
-  for (int turn = 0; find_work(own, turn, tile); turn++) {
-    if (tile.exists) work(tile);
+// Where names lie for all warps. The one that draws is the first to see them.
+struct Names {
+  static constexpr int COUNT = 2;
+  TileName name[COUNT];
+  u64 full[COUNT], empty[COUNT];
+
+  __device__ __forceinline__ void init() {
+    for (int i = 0; i < COUNT; i++) {
+      mbarrier_init(&full[i], 1);
+      mbarrier_init(&empty[i], cfg::NUM_THREADS / WARP - 1);
+    }
+  }
+};
+
+// Calls work(tile) for every tile of the CTA, which the warp draws, or is told by the one that does.
+template <bool DRAWS, class Own, class Do>
+__device__ __forceinline__ void for_each_tile(Own& own, Names& names, int lane, Do work) {
+  Ring<Names::COUNT> at;
+  for (;; at.advance()) {
+    TileName name;
+    if (DRAWS) {
+      name = draw_tile(own, lane);
+      await_as_warp(&names.empty[at.index], at.parity ^ 1);
+      if (lane == 0) {
+        names.name[at.index] = name;
+        mbarrier_arrive(&names.full[at.index]);
+      }
+    } else {
+      mbarrier_wait(&names.full[at.index], at.parity);
+      const TileName& told = names.name[at.index];
+      name = {uniform(told.n_block), uniform(told.head_kv), uniform(told.batch)};
+      if (lane == 0) mbarrier_arrive(&names.empty[at.index]);
+    }
+    if (name.n_block == END) break;
+    Work tile = {name.n_block, name.head_kv, name.batch};
+    if constexpr (VARLEN) tile.batch = enter_part<BY_KEYS>(own, own.all(), name.batch);
+    tile.queries = QueryWalk(own.p, tile.batch, tile.head_kv, tile.n0());
+    work(tile);
+  }
+  int* counter = own.all().tile_counter;
+  if (DRAWS && lane == 0 && atomicAdd(counter + 1, 1) == (int)gridDim.x - 1) {
+    counter[0] = counter[1] = 0;  // the last to ask leaves zeros for the next launch
   }
 }
 
 // Calls step(tile, visit, first, last) for every step of the CTA: every query tile that a key tile visits, of
 // every query head of its group. `first` and `last` of the key tile.
-template <class Own, class Do> __device__ __forceinline__ void for_each_step(Own& own, Do step) {
-  const Params& p = own.p;
-  for_each_tile(own, [&](const Work& tile) {
-    tile.queries.for_each(p, [&](const QueryVisit& visit, bool first, bool last) { step(tile, visit, first, last); });
+template <bool DRAWS, class Own, class Do>
+__device__ __forceinline__ void for_each_step(Own& own, Names& names, int lane, Do step) {
+  for_each_tile<DRAWS>(own, names, lane, [&](const Work& tile) {
+    tile.queries.for_each(own.p, [&](const QueryVisit& visit, bool first, bool last) { step(tile, visit, first, last); });
   });
+}
+
+// Ordered sums: the key tiles that visit a query tile add to its dq from the last to the first. Among causal ones the last
+// starts there, the one before it comes by some steps later, and so on: nobody waits long. How many have added.
+__device__ __forceinline__ int* turn_at(const Params& p, const Work& tile, const QueryVisit& visit) {
+  return p.semaphore + flag_at(p, flat_head(p, tile.batch, tile.queries.head(visit).head), visit.tile);
 }
 
 // ---- loads ----------------------------------------------------------------------------------------------------------
@@ -126,9 +172,9 @@ __device__ __forceinline__ const float* delta_of(const Params& p, int batch, int
 template <class Smem>
 __device__ __forceinline__ bool must_be_made_finite(Smem& smem, const Work& tile, const QueryVisit& visit, int at, u32 parity,
                                                     int lane) {
-  if (!HIDES_KEYS) return false;
+  if (!HIDES_KEYS || !tile.queries.hides(visit)) return false;
   mbarrier_wait(&smem.values_full[at], parity);
-  return tile.queries.hides(visit) && uniform(lane == 0 ? smem.lse_nonfinite[at] | smem.delta_nonfinite[at] : 0);
+  return uniform(lane == 0 ? smem.lse_nonfinite[at] | smem.delta_nonfinite[at] : 0);
 }
 
 // Instead of load_tile: the TILE_M queries from m0 on of q or do, copied by hand without inf and NaN, as one arrival on
@@ -137,20 +183,29 @@ template <int CHUNKS>
 __device__ __forceinline__ void load_finite(const Params& p, Element (&tile_smem)[CHUNKS][TILE_M][CHUNK],
                                             const Element* gmem, const i64 (&stride)[4], int columns, u64* full, int m0,
                                             int head, int batch, int* made_finite, int lane) {
+  constexpr int ROW_UNITS = CHUNKS * UNITS, AT_ONCE = 4;  // requested before any is stored
+  static_assert(TILE_M * ROW_UNITS % (AT_ONCE * WARP) == 0, "lanes have equally many");
   u32 found = 0;
 #pragma unroll 1
-  for (int i = lane; i < TILE_M * CHUNKS * UNITS; i += WARP) {
-    const int row = i / (CHUNKS * UNITS), unit = i % (CHUNKS * UNITS), column = unit * (CHUNK / UNITS);
-    const Element* unit_gmem = gmem + q_begin(p, batch, stride) + (m0 + row) * stride[1] + head * stride[2] + column;
-    u32 x[4] = {};
-    if (m0 + row < p.seqlen_q && column < columns) ld_global_v4(x, unit_gmem);
+  for (int first = lane; first < TILE_M * ROW_UNITS; first += AT_ONCE * WARP) {
+    u32 x[AT_ONCE][4] = {};
 #pragma unroll
-    for (int e = 0; e < 4; e++) {
-      const u32 signs = nonfinite<Element>(x[e]);
-      found |= signs;
-      x[e] &= ~((signs >> 15) * 0xffff);
+    for (int i = 0; i < AT_ONCE; i++) {
+      const int at = first + i * WARP, row = m0 + at / ROW_UNITS, column = at % ROW_UNITS * (CHUNK / UNITS);
+      const Element* unit_gmem = gmem + q_begin(p, batch, stride) + row * stride[1] + head * stride[2] + column;
+      if (row < p.seqlen_q && column < columns) ld_global_v4(x[i], unit_gmem);
     }
-    st_shared_v4(unit_address(smem_u32(tile_smem), TILE_M, row, unit), x);
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) {
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        const u32 signs = nonfinite<Element>(x[i][e]);
+        found |= signs;
+        x[i][e] &= ~((signs >> 15) * 0xffff);
+      }
+      const int at = first + i * WARP;
+      st_shared_v4(unit_address(smem_u32(tile_smem), TILE_M, at / ROW_UNITS, at % ROW_UNITS), x[i]);
+    }
   }
   fence_proxy_async_shared();
   found = __any_sync(~0u, found);
@@ -158,12 +213,6 @@ __device__ __forceinline__ void load_finite(const Params& p, Element (&tile_smem
   if (lane) return;
   if (made_finite) *made_finite = found;
   mbarrier_arrive(full);
-}
-
-// Before one lane does what lets the barrier go on to its next phases: no other lane may miss this one.
-__device__ __forceinline__ void await_as_warp(u64* barrier, u32 parity) {
-  mbarrier_wait(barrier, parity);
-  __syncwarp();
 }
 
 // What a lane needs to know of 16 query rows: of row 8 * half + 2 * (lane % 4) + e, x[half][e].
@@ -175,13 +224,13 @@ using TileValues = RowValues[TILE_M / 16][4];
 // not exist have `none`; convert() makes of a value what is stored. await(stage) waits until a buffer is free,
 // arrive(stage) says that it is full.
 template <class Gmem, class Convert, class Await, class Arrive>
-__device__ __forceinline__ void produce_values(Own<VARLEN>& own, TileValues (&ring_smem)[STAGES],
+__device__ __forceinline__ void produce_values(Own<VARLEN>& own, Names& names, TileValues (&ring_smem)[STAGES],
                                                int (&nonfinite_smem)[STAGES], Gmem gmem, i64 stride, float none,
                                                Convert convert, Await await, Arrive arrive, int lane) {
   constexpr int LANE_ROWS = TILE_M / WARP;
   const Params& p = own.p;
   Ring<STAGES> stage;
-  for_each_step(own, [&](const Work& tile, const QueryVisit& visit, bool, bool) {
+  for_each_step<false>(own, names, lane, [&](const Work& tile, const QueryVisit& visit, bool, bool) {
     const float* head_gmem = gmem(tile.batch, tile.queries.head(visit).head);
     float value[LANE_ROWS], zero = 0;
 #pragma unroll
@@ -211,7 +260,7 @@ template <class Smem, class Await, class Arrive>
 __device__ __forceinline__ void produce_lse(Own<VARLEN>& own, Smem& smem, Await await, Arrive arrive, int lane) {
   const Params& p = own.p;
   auto gmem = [&](int batch, int head) { return lse_of(p, batch, head); };
-  produce_values(own, smem.lse, smem.lse_nonfinite, gmem, p.lse_stride[2], NEG_INF, lse_origin<float>, await, arrive,
+  produce_values(own, smem.names, smem.lse, smem.lse_nonfinite, gmem, p.lse_stride[2], NEG_INF, lse_origin<float>, await, arrive,
                  lane);
 }
 template <class Smem, class Await, class Arrive>
@@ -219,15 +268,27 @@ __device__ __forceinline__ void produce_delta(Own<VARLEN>& own, Smem& smem, Awai
   const Params& p = own.p;
   auto gmem = [&](int batch, int head) { return delta_of(p, batch, head); };
   auto as_it_is = [](float x) { return x; };
-  produce_values(own, smem.delta, smem.delta_nonfinite, gmem, 1, 0.f, as_it_is, await, arrive, lane);
+  produce_values(own, smem.names, smem.delta, smem.delta_nonfinite, gmem, 1, 0.f, as_it_is, await, arrive, lane);
+}
+
+// One lane's work: hands the query tiles of a key tile on to the next key tile, as soon as the warpgroup for dq has added
+// to them. A warp of its own can wait until the sums are where others see them.
+template <class Smem>
+__device__ __forceinline__ void pass_turns(const Params& p, Smem& smem, const Work& tile, Ring<1>& turn) {
+  tile.queries.for_each(p, [&](const QueryVisit& visit, bool, bool) {
+    mbarrier_wait(&smem.added, turn.parity);
+    red_release_add(turn_at(p, tile, visit), 1);
+    mbarrier_arrive(&smem.passed);
+    turn.advance();
+  });
 }
 
 // A warp's work: looks for inf and NaN in every k tile of which some queries do not see all keys. 0 * inf is NaN, so
 // those queries' dq then needs care (add_dq_exactly).
 template <class Smem> __device__ __forceinline__ void check_keys(Own<VARLEN>& own, Smem& smem, int lane) {
   constexpr int K_UNITS = sizeof(smem.k) / UNIT_BYTES;
-  Ring<1> keys;
-  for_each_tile(own, [&](const Work& tile) {
+  Ring<1> keys, turn;
+  for_each_tile<false>(own, smem.names, lane, [&](const Work& tile) {
     if (!tile.steps()) return;
     mbarrier_wait(&smem.k_full, keys.parity);
     u32 found = 0;
@@ -247,6 +308,7 @@ template <class Smem> __device__ __forceinline__ void check_keys(Own<VARLEN>& ow
       mbarrier_arrive(&smem.k_checked);
     }
     keys.advance();
+    if (cfg::DETERMINISTIC && lane == 0) pass_turns(own.p, smem, tile, turn);
   });
 }
 

@@ -5,7 +5,7 @@
 //
 //   warps        0        produce tiles      k, v once a key tile; q, do by TMA
 //                1, 2     produce values     lse, delta
-//                3        check keys         for inf and NaN
+//                3        check keys         for inf and NaN; pass turns on
 //   warpgroups   1        accumulate dq      dq += ds k
 //                2        probabilities      s = k qT, pT = exp(s - lse), dv += pT do
 //                3        score gradients    dp = v doT, dsT = pT (dpT - delta), dk += dsT q
@@ -38,6 +38,8 @@ struct Smem {
   u64 q_full[STAGES], q_empty[STAGES], dout_full[STAGES], dout_empty[STAGES];  // lse comes with q, delta with do,
   u64 values_full[STAGES];  // and before them for who loads these, if HIDES_KEYS
   u64 p_full[P_BUFFERS], p_empty[P_BUFFERS], ds_full[DS_BUFFERS], ds_empty[DS_BUFFERS];
+  u64 added, passed;  // to dq, and to who adds next, if DETERMINISTIC
+  Names names;
   int k_nonfinite, lse_nonfinite[STAGES], delta_nonfinite[STAGES], dout_made_finite[STAGES];
 };
 
@@ -46,7 +48,7 @@ __device__ __forceinline__ void produce_tiles(Own<VARLEN>& own, Smem& smem, int 
   const Params& p = own.p;
   Ring<STAGES> stage;
   Ring<1> keys;
-  for_each_step(own, [&](const Work& tile, const QueryVisit& visit, bool first, bool) {
+  for_each_step<true>(own, smem.names, lane, [&](const Work& tile, const QueryVisit& visit, bool first, bool) {
     const int at = stage.index, m0 = visit.tile * TILE_M, head = tile.queries.head(visit).head;
     await_as_warp(&smem.q_empty[at], stage.parity ^ 1);
     const bool make_finite = must_be_made_finite(smem, tile, visit, at, stage.parity, lane);
@@ -87,7 +89,7 @@ __device__ __forceinline__ void compute_probabilities(Own<VARLEN>& own, Smem& sm
   Ring<STAGES> stage;
   Ring<P_BUFFERS> buffer;
   Ring<1> keys;
-  for_each_tile(own, [&](const Work& tile) {
+  for_each_tile<false>(own, smem.names, lane, [&](const Work& tile) {
     const int steps = tile.steps(), key = tile.n0() + warp_key + lane / 4;
     bool dv_lacks = false;
 #pragma unroll
@@ -156,7 +158,7 @@ __device__ __forceinline__ void compute_score_gradients(Own<VARLEN>& own, Smem& 
   Ring<P_BUFFERS> p_buffer;
   Ring<DS_BUFFERS> ds_buffer;
   Ring<1> keys;
-  for_each_tile(own, [&](const Work& tile) {
+  for_each_tile<false>(own, smem.names, lane, [&](const Work& tile) {
     const int steps = tile.steps();
 #pragma unroll
     for (int i = 0; i < TILE_D / 2; i++) dk_rmem[i] = 0;
@@ -229,6 +231,8 @@ template <class Smem> __device__ __forceinline__ void run(Own<VARLEN>& own, Smem
   if (threadIdx.x == 0) {
     mbarrier_init(&smem.k_full, 1);
     mbarrier_init(&smem.k_checked, 1);
+    mbarrier_init(&smem.added, WG_WARPS);
+    mbarrier_init(&smem.passed, 1);
     mbarrier_init(&smem.v_full, 1);
     mbarrier_init(&smem.k_empty, 3 * WG_WARPS);
     for (int i = 0; i < STAGES; i++) {
@@ -246,13 +250,14 @@ template <class Smem> __device__ __forceinline__ void run(Own<VARLEN>& own, Smem
       mbarrier_init(&smem.ds_full[i], WG_WARPS);
       mbarrier_init(&smem.ds_empty[i], WG_WARPS);
     }
+    smem.names.init();
     mbarrier_init_fence();
   }
   let_next_launch_start();
   __syncthreads();
   if (warpgroup == 0) {
     setmaxnreg_dec<cfg::PRODUCER_REGISTERS>();
-    if (warp == 2) await_launches_before();  // for delta
+    if (warp == 2 || (cfg::DETERMINISTIC && warp == 3)) await_launches_before();  // for delta, and turns
     auto await = [&](const Ring<STAGES>& stage) {  // lse and delta are read by different warpgroups, late in a step
       mbarrier_wait(&smem.q_empty[stage.index], stage.parity ^ 1);
       mbarrier_wait(&smem.dout_empty[stage.index], stage.parity ^ 1);

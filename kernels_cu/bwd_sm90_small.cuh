@@ -7,7 +7,7 @@
 //
 //   warps        0        produce tiles    k, v once a key tile; q, do, as far ahead as the ring reaches, by TMA
 //                1, 2     produce values   lse, delta
-//                3        check keys       for inf and NaN
+//                3        check keys       for inf and NaN; pass turns on
 //   warpgroups   1        accumulate dq    dq += ds k, straight from registers to global memory, at its own pace: its
 //                                          products and adds fill what the consumers leave of tensor cores and time
 //                2..      consume          everything else
@@ -40,6 +40,8 @@ struct Smem {
   u64 q_full[STAGES], dout_full[STAGES], empty[STAGES];  // lse and delta arrive with do
   u64 values_full[STAGES];                               // and before it for who loads do, if HIDES_KEYS
   u64 ds_full[DS_BUFFERS], ds_empty[DS_BUFFERS];
+  u64 added, passed;  // to dq, and to who adds next, if DETERMINISTIC
+  Names names;
   int k_nonfinite, lse_nonfinite[STAGES], delta_nonfinite[STAGES], dout_made_finite[STAGES];
 };
 
@@ -50,7 +52,7 @@ __device__ __forceinline__ void produce_tiles(Own<VARLEN>& own, Smem& smem, int 
   const Params& p = own.p;
   Ring<STAGES> stage;
   Ring<1> keys;
-  for_each_step(own, [&](const Work& tile, const QueryVisit& visit, bool first, bool) {
+  for_each_step<true>(own, smem.names, lane, [&](const Work& tile, const QueryVisit& visit, bool first, bool) {
     const int at = stage.index, m0 = visit.tile * TILE_M, head = tile.queries.head(visit).head;
     await_as_warp(&smem.empty[at], stage.parity ^ 1);
     if (must_be_made_finite(smem, tile, visit, at, stage.parity, lane)) {
@@ -112,7 +114,7 @@ __device__ __forceinline__ void consume(Own<VARLEN>& own, Smem& smem, int consum
     }
   };
 
-  for_each_tile(own, [&](const Work& tile) {
+  for_each_tile<false>(own, smem.names, lane, [&](const Work& tile) {
     const int steps = tile.steps(), key = tile.n0() + warp_key + lane / 4;
 #pragma unroll
     for (int i = 0; i < TILE_D / 2; i++) dk_rmem[i] = 0;
@@ -200,6 +202,8 @@ template <class Smem> __device__ __forceinline__ void run(Own<VARLEN>& own, Smem
   if (threadIdx.x == 0) {
     mbarrier_init(&smem.k_full, 1);
     mbarrier_init(&smem.k_checked, 1);
+    mbarrier_init(&smem.added, WG_WARPS);
+    mbarrier_init(&smem.passed, 1);
     mbarrier_init(&smem.k_empty, (CONSUMERS + 1) * WG_WARPS);
     mbarrier_init(&smem.v_full, 1);
     mbarrier_init(&smem.v_empty, CONSUMERS * WG_WARPS);
@@ -213,13 +217,14 @@ template <class Smem> __device__ __forceinline__ void run(Own<VARLEN>& own, Smem
       mbarrier_init(&smem.ds_full[i], CONSUMERS * WG_WARPS);
       mbarrier_init(&smem.ds_empty[i], WG_WARPS);
     }
+    smem.names.init();
     mbarrier_init_fence();
   }
   let_next_launch_start();
   __syncthreads();
   if (warpgroup == 0) {
     setmaxnreg_dec<cfg::PRODUCER_REGISTERS>();
-    if (warp == 2) await_launches_before();  // for delta
+    if (warp == 2 || (cfg::DETERMINISTIC && warp == 3)) await_launches_before();  // for delta, and turns
     auto await = [&](const Ring<STAGES>& stage) { mbarrier_wait(&smem.empty[stage.index], stage.parity ^ 1); };
     auto arrive = [&](int stage) {
       if (HIDES_KEYS) mbarrier_arrive(&smem.values_full[stage]);

@@ -63,10 +63,10 @@ __device__ __forceinline__ void add_dq(const Params& p, const float (&dq_rmem)[C
 }
 
 // Multiplies ds (64 queries) with chunk C of k and those after it, and adds each product to dq. The descriptors are of
-// ds and of k as a whole; done() is called when both have been read.
-template <int C, class Done>
+// ds and of k as a whole; done() is called when both have been read, begin() when the first product is on its way.
+template <int C, class Begin, class Done>
 __device__ __forceinline__ void add_ds_k(const Params& p, u64 ds, u64 k, int batch, int head, int row0, int thread,
-                                         Done done) {
+                                         Begin begin, Done done) {
   constexpr int COLUMNS = TILE_D - C * CHUNK < CHUNK ? TILE_D - C * CHUNK : CHUNK;
   float dq_rmem[COLUMNS / 2];
   wgmma_fence();
@@ -78,11 +78,12 @@ __device__ __forceinline__ void add_ds_k(const Params& p, u64 ds, u64 k, int bat
     else wgmma_ss<Element, COLUMNS, true, true, false>(dq_rmem, a, b);
   }
   wgmma_commit();
+  if constexpr (C == 0) begin();
   wgmma_wait<0>();
   wgmma_hold(dq_rmem);
   if constexpr (C == D_CHUNKS - 1) done();
   add_dq<COLUMNS>(p, dq_rmem, batch, head, row0, C * CHUNK, thread);
-  if constexpr (C < D_CHUNKS - 1) add_ds_k<C + 1>(p, ds, k, batch, head, row0, thread, done);
+  if constexpr (C < D_CHUNKS - 1) add_ds_k<C + 1>(p, ds, k, batch, head, row0, thread, begin, done);
 }
 
 // The same, element by element and without the keys that a query does not see. Slow: for what happens rarely.
@@ -116,8 +117,8 @@ template <class Smem> __device__ __forceinline__ void accumulate_dq(Own<VARLEN>&
   const int thread = threadIdx.x % WARPGROUP;
   const u64 k = descriptor_mn_major(smem_u32(smem.k), 0);
   Ring<DS_BUFFERS> buffer;
-  Ring<1> keys;
-  for_each_step(own, [&](const Work& tile, const QueryVisit& visit, bool first, bool last) {
+  Ring<1> keys, passed;
+  for_each_step<false>(own, smem.names, thread % WARP, [&](const Work& tile, const QueryVisit& visit, bool first, bool last) {
     const Head at = tile.queries.head(visit);
     const int head = at.head, m_block = visit.tile;
     if (first) {
@@ -125,37 +126,40 @@ template <class Smem> __device__ __forceinline__ void accumulate_dq(Own<VARLEN>&
       keys.advance();
     }
     mbarrier_wait(&smem.ds_full[buffer.index], buffer.parity);
-    // Ordered sums: the key tiles that visit a query tile add to its dq from the last to the first. Among causal ones
-    // the last starts there, the one before it comes by some steps later, and so on: nobody waits long. A tile waits
-    // for tiles that find_work numbers before it, so somebody can always go on.
-    int* turn = p.semaphore + flag_at(p, flat_head(p, tile.batch, head), m_block);
-    if (cfg::DETERMINISTIC) {
+    auto take_turn = [&] {
+      if (!cfg::DETERMINISTIC) return;
       const int own = KeyWalk(p, at, m_block * TILE_M).behind(tile.n_block);
-      if (thread == 0) while (ld_acquire(turn) != own) {}
+      if (thread == 0) while (ld_acquire(turn_at(p, tile, visit)) != own) {}
       named_barrier_sync(DQ_WARPGROUP, WARPGROUP);
-    }
+    };
     auto done = [&] {
       if (thread % WARP) return;
       mbarrier_arrive(&smem.ds_empty[buffer.index]);
       if (last) mbarrier_arrive(&smem.k_empty);
     };
     if (tile.queries.hides(visit) && smem.k_nonfinite) {
+      take_turn();
       add_dq_exactly(p, smem, buffer.index, tile, head, m_block, thread);
       done();
     } else {
       const u64 ds = descriptor_mn_major(smem_u32(smem.ds[buffer.index]), 0);
 #pragma unroll
       for (int c = 0; c < TILE_M / CHUNK; c++) {
+        auto begin = [&] {
+          if (c == 0) take_turn();
+        };
         auto done_after_last = [&] {
           if (c == TILE_M / CHUNK - 1) done();
         };
         add_ds_k<0>(p, descriptor_at(ds, c * sizeof(smem.ds[0][0])), k, tile.batch, head, m_block * TILE_M + c * CHUNK,
-                    thread, done_after_last);
+                    thread, begin, done_after_last);
       }
     }
     if (cfg::DETERMINISTIC) {
-      named_barrier_sync(DQ_WARPGROUP, WARPGROUP);
-      if (thread == 0) red_release_add(turn, 1);
+      mbarrier_wait(&smem.passed, passed.parity ^ 1);  // the turn before this one
+      passed.advance();
+      __syncwarp();
+      if (thread % WARP == 0) mbarrier_arrive(&smem.added);
     }
     buffer.advance();
   });

@@ -115,9 +115,9 @@ template <Side SIDE, class Own> __device__ __forceinline__ int enter_part(Own& o
 struct SequenceTile { int batch, head, block, blocks, part; };
 
 // Makes `own` that of the part which has tile `number`, and says which of its tiles that is; false if there is none.
-// Parts come one after the other, in each the tiles of a head, or those of all the heads whose keys together are at most
-// HEADS_KEYS. `heads` are those of the tiles, several of which may have keys in common.
-template <Side SIDE, int ROWS, int HEADS_KEYS = 0, class Own>
+// Parts come one after the other, in each the tiles of a head, or those of all the heads that together look at no more than
+// HEADS_ROWS rows of the other side. `heads` are those of the tiles, several of which may have keys in common.
+template <Side SIDE, int ROWS, int HEADS_ROWS = 0, class Own>
 __device__ __forceinline__ bool find_tile(Own& own, const Params& p, u32 number, int heads, SequenceTile& tile) {
   const Parts<SIDE> parts = {p};
   const u32 index = number / heads;
@@ -129,7 +129,9 @@ __device__ __forceinline__ bool find_tile(Own& own, const Params& p, u32 number,
   const int batch = enter_part<SIDE>(own, p, part), rows = SIDE == BY_QUERIES ? own.p.seqlen_q : own.p.seqlen_k;
   const u32 place = number - u32(parts.begin(part) / ROWS + part) * heads, blocks = (rows + i64(ROWS) - 1) / ROWS;
   if (place >= blocks * heads) return false;
-  const u32 together = max(HEADS_KEYS / max(own.p.seqlen_k, 1) * (heads / p.num_heads_kv), 1), width = min(together, u32(heads));
+  const int together = SIDE == BY_QUERIES ? HEADS_ROWS / max(own.p.seqlen_k, 1) * (heads / p.num_heads_kv)
+                                          : HEADS_ROWS / max(own.p.seqlen_q, 1) / p.qheads_per_kv;
+  const u32 width = min(max(together, 1), heads);
   const u32 section = place / (width * blocks), first_head = section * width;
   const u32 size = min(width, heads - first_head), in_section = place - first_head * blocks;
   const u32 block = size == 1 ? in_section : in_section / size, head = first_head + in_section - block * size;

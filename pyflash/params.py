@@ -76,6 +76,7 @@ _SPLIT_FORWARD = (
     *_SIZES,
     Field("num_splits", "i32", "int", "parts of the keys; SPLIT"),
 )
+_TILE_COUNTER = Field("tile_counter", "pointer", "int*", "(2,) tiles drawn and CTAs done, zero at launch, left zero")
 _BACKWARD = (
     *_Q,
     *_K,
@@ -134,7 +135,7 @@ TABLES: dict[str, tuple[Field, ...]] = {
         _map("k", "64 x TILE_N"),
         _map("v", "64 x TILE_N"),
         *_SPLIT_FORWARD,
-        Field("tile_counter", "pointer", "int*", "(2,) output tiles and CTAs done, zero at launch, left zero; DYNAMIC"),
+        _TILE_COUNTER,
         Field("packs_per_section", "i32", "int", "packs of heads whose k and v share L2: the tile order's inner loop"),
         Field("num_tiles", "i32", "int", "output tiles in all, of every split"),
         *features.FIELDS,
@@ -156,6 +157,8 @@ TABLES: dict[str, tuple[Field, ...]] = {
         _map("v", "64 x TILE_N"),
         _map("dout", "64 x TILE_M"),
         *_BACKWARD,
+        _TILE_COUNTER,
+        Field("heads_per_section", "i32", "int", "heads of k whose queries share L2: the tile order's inner loop"),
         *features.FIELDS,
         *_SEQUENCES,
     ),

@@ -481,7 +481,7 @@ def _backward_sm90(problem: Problem, device: Device, notes: tuple[str, ...]) -> 
     row = _row(problem, KERNELS["bwd_sm90"], device)
     num_m_blocks = sizes.num_flags(problem, row.tile_m)
     tiles = problem.tiles_per_head(problem.rows_k, problem.seqlen_k, row.tile_n) * problem.num_heads_kv
-    if tiles > MAX_GRID:
+    if tiles + device.sm_count > MAX_GRID:
         raise Unsupported(f"bwd_sm90 would have {tiles} key tiles for {problem}; it counts to {MAX_GRID}")
     # With one key tile of all queries, visited by those that lie together, nothing is added up for dq.
     alone = problem.seqlen_k <= row.tile_n and not problem.varlen and not problem.option("block_mask")
@@ -499,10 +499,10 @@ def _backward_sm90(problem: Problem, device: Device, notes: tuple[str, ...]) -> 
         device,
         "bwd_sm90",
         {n: tensors[n] for n in ("q", "k", "v", "dout", "lse", "dk", "dv", *("dq",) * alone)},
-        (*workspace, *more.pointers),
-        # CTAs that wait for each other's sums take one tile each, in the order in which the GPU starts them.
-        lambda _: tiles if ordered else min(device.sm_count, tiles),
+        (*workspace, "tile_counter", *more.pointers),
+        lambda _: min(device.sm_count, tiles),
         {"DETERMINISTIC": ordered, "ALONE": alone},
+        {"heads_per_section": sizes.key_heads_per_section(problem, ordered)},
         tensor_maps={
             "tma_q": TensorMap("q", (64, row.tile_m)),
             "tma_k": TensorMap("k", (64, row.tile_n)),

@@ -42,3 +42,12 @@ def config(problem: Problem) -> dict[str, object]:
 def num_flags(problem: Problem, tile_m: int) -> int:
     """Flags of the query tiles of a head, in each batch of the arrays: no more than rows, as bwd_delta zeroes them."""
     return problem.rows_q if problem.varlen else -(-problem.seqlen_q // tile_m)
+
+
+def key_heads_per_section(problem: Problem, ordered: bool) -> int:
+    """How many heads of k have their tiles ordered together in a backward: those whose q, do and sums of dq share L2."""
+    row_bytes = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize + problem.head_dim * 4
+    group_bytes = max(problem.seqlen_q * problem.qheads_per_kv, 1) * row_bytes
+    groups = max(problem.batch * problem.num_heads_kv, 1)
+    sections = -(-groups // max((32 << 20) // group_bytes, 1 if ordered else 2))
+    return -(-groups // sections)

@@ -76,13 +76,14 @@ def _bwd_sm90_smem(row: Row, tile_d: int, tile_dv: int, itemsize: int) -> int:
     columns = sum(-(-d // 64) * 64 for d in (tile_d, tile_dv))  # whole chunks of 64 columns
     scores = row.tile_m * row.tile_n
     if dict(row.knobs)["LARGE_HEADS"]:
-        handed_over, barriers = 2 * 2 * scores, 4 + 5 * row.stages + 8  # p and ds, two of each
+        handed_over, barriers = 2 * 2 * scores, 4 + 5 * row.stages + 10  # p and ds, two of each
     else:
-        handed_over, barriers = 2 * scores, 5 + 4 * row.stages + 4  # two ds
+        handed_over, barriers = 2 * scores, 5 + 4 * row.stages + 6  # two ds
     elements = (row.tile_n + row.stages * row.tile_m) * columns + handed_over
     lse_and_delta = row.stages * row.tile_m * 2 * 4
+    names = 2 * (16 + 2 * 8)  # of two tiles, and their mbarriers
     flags = (1 + 3 * row.stages) * 4
-    return -(-(elements * itemsize + lse_and_delta + barriers * 8 + flags) // 1024) * 1024
+    return -(-(elements * itemsize + lse_and_delta + barriers * 8 + names + flags) // 1024) * 1024
 
 
 def _no_smem(row: Row, tile_d: int, tile_dv: int, itemsize: int) -> int:
