@@ -157,7 +157,7 @@ struct Scorer {
       t = tanh_real(qk * p.softcap_in);
     } else {
       const Real around = with_addend(-origin, q_offset, kv_offset, known);  // the same for neighbouring keys, or nearly
-      t = fma_real(lg2(prob), p.softcap_out_inverse, -around * p.softcap_out_inverse);
+      t = fma_real(Real(lg2(prob)), p.softcap_out_inverse, -around * p.softcap_out_inverse);
     }
     return ds * saturate(fma_real(-t, t, 1));
   }
