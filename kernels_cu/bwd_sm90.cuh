@@ -350,14 +350,12 @@ struct Ahead {
 
   // Of the queries from m0 on, and the warp's keys, of which key0 is the first.
   __device__ __forceinline__ void load(const Params& p, const Head& head, int m0, int key0, int lane) {
-    auto exists = [&](int row) { return m0 + row < p.seqlen_q; };
+    const int rows = p.seqlen_q - m0, keys = p.seqlen_k - key0;
     if constexpr (ADDENDS_AHEAD) {
-      auto row = [&](int i) { return exists(i) ? addend_row(p, head, m0 + i) + key0 : nullptr; };
-      addends.load([&](int i) -> const void* { return row(i); }, p.seqlen_k - key0, lane);
+      addends.load(addend_row(p, head, m0) + key0, addend_row_stride(p), rows, keys, lane);
     }
     if constexpr (HIDDEN_AHEAD) {
-      auto row = [&](int i) { return exists(i) ? visible_row(p, head, m0 + i) + key0 : nullptr; };
-      seen.load([&](int i) -> const void* { return row(i); }, p.seqlen_k - key0, lane);
+      seen.load(visible_row(p, head, m0) + key0, visible_row_stride(p), rows, keys, lane);
     }
   }
   // Of element `index` of the lane's.

@@ -319,10 +319,11 @@ template <> struct Chosen<false> {
   __device__ __forceinline__ bool has(int) const { return true; }
 };
 
-// HIDDEN_AHEAD: a row of the array, from its first key on; 1 where a key is visible.
+// HIDDEN_AHEAD: a row of the array, from its first key on; 1 where a key is visible. And how far rows lie apart.
 __device__ __forceinline__ const unsigned char* visible_row(const Params& p, const Head& at, int q_idx) {
   return p.mask + at.batch * p.mask_stride[0] + at.head * p.mask_stride[1] + q_idx * p.mask_stride[2];
 }
+__device__ __forceinline__ i64 visible_row_stride(const Params& p) { return p.mask_stride[2]; }
 
 // What query q_idx sees of the keys kv0 + offset. Made once a row, it takes one comparison or two an element where
 // offsets are constants.

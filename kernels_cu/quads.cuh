@@ -68,18 +68,22 @@ template <int COLUMNS> struct QuadBits {
 };
 
 // The same of accumulators that are transposed, of a warp's 16 keys and ROWS queries: a lane holds, of keys lane / 4 + 8 * (i % 2),
-// queries 16 s + 8 * (i / 2) + 2 * (lane % 4) + e. `row(q)` is where query q's row of the warp's keys begins, or null.
+// queries 16 s + 8 * (i / 2) + 2 * (lane % 4) + e. Rows of the warp's keys lie `stride` elements apart from `row` on; `rows`
+// of them exist, and `keys` of the keys: what does not becomes zero.
 template <int ROWS> struct TransposedPairs {  // of 16-bit elements
   u32 x[ROWS / 16][4];
 
-  // Keys from `keys` on, a multiple of 8, do not exist, and become zeros.
-  template <class Row> __device__ __forceinline__ void load(Row row, int keys, int lane) {
+  template <class Value>
+  __device__ __forceinline__ void load(const Value* row, i64 stride, int rows, int keys, int lane) {
+    const int first = lane / 4;
+    row += first * stride;
 #pragma unroll
     for (int s = 0; s < ROWS / 16; s++) {
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        const u32* from = static_cast<const u32*>(row(16 * s + i / 2 * 8 + lane / 4));
-        x[s][i] = from && i % 2 * 8 < keys ? from[i % 2 * 4 + lane % 4] : 0;
+        const bool exists = 16 * s + i / 2 * 8 + first < rows && i % 2 * 8 < keys;
+        x[s][i] = exists ? reinterpret_cast<const u32*>(row)[i % 2 * 4 + lane % 4] : 0;
+        if (i % 2) row += 8 * stride;
       }
     }
   }
@@ -92,13 +96,14 @@ template <int ROWS> struct TransposedBits {  // of bytes that are 0 or 1
   static_assert(ROWS == 64, "the bits of a lane's elements are a word");
   u32 x[2][4];  // of queries lane and lane + 32, the warp's keys
 
-  template <class Row> __device__ __forceinline__ void load(Row row, int keys, int lane) {
+  template <class Value>
+  __device__ __forceinline__ void load(const Value* row, i64 stride, int rows, int keys, int lane) {
 #pragma unroll
     for (int k = 0; k < 2; k++) {
-      const void* from = row(lane + 32 * k);
+      const int at = lane + WARP * k;
 #pragma unroll
       for (u32& word : x[k]) word = 0;
-      if (from && keys > 0) ld_global_v4(x[k], from);
+      if (at < rows && keys > 0) ld_global_v4(x[k], row + at * stride);
     }
   }
   __device__ __forceinline__ u32 bits(int lane) const {

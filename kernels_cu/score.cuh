@@ -233,10 +233,11 @@ __device__ __forceinline__ auto by_size(const Params& p, const Products& s, Body
   return body(Known<false>());
 }
 
-// ADDENDS_AHEAD: a row of what is added, from its first key on.
+// ADDENDS_AHEAD: a row of what is added, from its first key on, and how far rows lie apart.
 __device__ __forceinline__ const cfg::Bias* addend_row(const Params& p, const Head& at, int q_idx) {
   return p.bias + at.batch * p.bias_stride[0] + at.head * p.bias_stride[1] + q_idx * p.bias_stride[2];
 }
+__device__ __forceinline__ i64 addend_row_stride(const Params& p) { return p.bias_stride[2]; }
 
 __device__ __forceinline__ auto exponent_scale(const Params& p) {
   return cfg::SCALE_FIRST ? Real(LOG2_E) / UNIT : p.scale_log2;

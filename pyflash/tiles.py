@@ -286,7 +286,7 @@ KERNELS: dict[str, Kernel] = {
                 min_seqlen_q=8192,
                 only_causal=True,
                 whole=True,
-                max_band=2048,
+                max_band=1280,
             ),
             *_fwd_sm90(
                 128, 192, 80, 2, 2, _THREE_WARPGROUPS, pass_early=2, min_seqlen_q=8192, only_causal=True, whole=True
