@@ -109,8 +109,8 @@ template <class Own> __device__ __forceinline__ Work take_work(Own& own, const P
     for (; index < (unsigned)p.num_tiles; index = gridDim.x + atomicAdd(p.tile_counter, 1)) {
       const int split = cfg::SPLIT ? index / tiles : 0;
       if (find_tile<BY_QUERIES, TILE_QUERIES, HEADS_KEYS>(own, p, index - split * tiles, packs, tile)) {
-        const int part = cfg::SPLIT ? tile.part * p.num_splits + split : tile.part;
-        return {(tile.blocks - 1 - tile.block) * TILE_QUERIES, tile.head * cfg::PACK, tile.batch, part};
+        return {(tile.blocks - 1 - tile.block) * TILE_QUERIES, tile.head * cfg::PACK, tile.batch,
+                cfg::SPLIT ? tile.part * p.num_splits + split : tile.part};
       }
     }
     return {0, 0, 0, END};

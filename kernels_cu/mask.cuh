@@ -18,9 +18,9 @@ constexpr bool HIDES_KEYS = ROWS_DIFFER || HIDES_ANYWHERE || VARLEN;  // those b
 constexpr bool WALKS_DIFFER = VARLEN || cfg::BLOCK_MASK;  // in length, whatever the position
 // Whether keys that exist may be hidden in any tile: no block mask tells in which.
 constexpr bool HIDES_IN_ANY_TILE = cfg::MASK || (cfg::MASK_MOD && !cfg::BLOCK_MASK);
-// Whether a walk over keys starts at the diagonal, goes to the first key, and then from the last one back: ALiBi's
-// scores fall on the way, or stay below what was seen.
-constexpr bool STARTS_INSIDE = cfg::ALIBI && !HIDES_KEYS;
+// Whether a walk over keys starts at the diagonal, goes to the first key, and then from the last one back: what is added
+// to scores, or by a function, is mostly largest there, so that they fall on the way or stay below what was seen.
+constexpr bool STARTS_INSIDE = (cfg::ALIBI || cfg::SCORE_MOD) && !HIDES_KEYS;
 // Whether scores rise step by step on the way from the last key to the diagonal.
 constexpr bool RISES = cfg::ALIBI && !BOUND_RIGHT && !STARTS_INSIDE;
 // Whether elements differ in more than their distance from the diagonal: what it takes to compute them is much code.

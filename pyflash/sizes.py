@@ -45,7 +45,7 @@ def num_flags(problem: Problem, tile_m: int) -> int:
 
 
 def key_heads_per_section(problem: Problem, ordered: bool) -> int:
-    """How many heads of k have their tiles ordered together in a backward: those whose q, do and sums of dq share L2."""
+    """How many heads of k have their tiles ordered together in a backward: those whose q, do and sum of dq share L2."""
     row_bytes = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize + problem.head_dim * 4
     group_bytes = max(problem.seqlen_q * problem.qheads_per_kv, 1) * row_bytes
     groups = max(problem.batch * problem.num_heads_kv, 1)
