@@ -38,7 +38,7 @@ BATCH = 64  # so that tiles are many
 OPTIONS = (
     {},
     {"causal": True},
-    {"window": (4000, 50)},
+    {"window": (1000, 50)},
     {"softcap": 30.0},
     {"alibi_slopes": (4,)},
     {"bias": (BATCH, 1, 1, "k")},
