@@ -405,7 +405,7 @@ __device__ __forceinline__ void exponentiate(const Params& p, u32 (&p_rmem)[M_ST
       bool any = true;
       if constexpr (HIDDEN_AHEAD) {
         hidden[0] = ~ahead.seen.bits(lane);
-        auto all = [&](const VisibleQueries& of_key) { return of_key.by_position(0) && of_key.by_position(TILE_M - 7); };
+        auto all = [](const VisibleQueries& of_key) { return of_key.by_position(0) && of_key.by_position(TILE_M - 7); };
         any = __any_sync(~0u, !(all(queries[0]) && all(queries[1])));
       }
       if (any) {

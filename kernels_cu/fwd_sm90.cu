@@ -310,7 +310,7 @@ fwd_sm90(const __grid_constant__ Params params) {
     }
     unchecked = HIDES_KEYS;
   };
-  auto side = [&](int n) {  // of the tile, for the warpgroup's queries and those of the ones behind it, where walks start
+  auto side = [&](int n) {  // of the tile, for the warpgroup's queries and those behind them, where walks start
     return side_of(p, work.m0 + wg * WG_QUERIES, work.m0 + TILE_QUERIES, range.tile(n));
   };
   // Scores become probabilities against the stale reference. Returns whether they were too large for it.

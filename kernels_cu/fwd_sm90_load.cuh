@@ -19,8 +19,8 @@ constexpr bool PING_PONG = cfg::PING_PONG && CONSUMERS > 1;
 // Whether every step looks for the maximum: a stale reference would be outgrown again and again, or where masks hide
 // elements it would take much code to compute scores anew.
 constexpr bool RAISES = RISES || HIDES_IN_ANY_TILE;
-// Whether steps do so after one whose reference was outgrown, until one need not raise it: what scores do along a row is
-// anybody's guess.
+// Whether steps do so after one whose reference was outgrown, until one need not raise it: what scores do along a row
+// is anybody's guess.
 constexpr bool ADAPTS = SCORES_HIDE && !RAISES;
 // Whether the last tile of a walk often hides keys, so that o is looked through when the next output tile has begun.
 // What is computed by elements has no registers for it.

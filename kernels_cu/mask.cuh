@@ -1,5 +1,5 @@
-// Everything a kernel knows about masks, and with score.cuh about score modifications. A kernel asks which tiles to walk,
-// walks masked / full / masked ranges, calls visible() on the elements of masked tiles and score() on all of them, and
+// Everything a kernel knows about masks, and with score.cuh about score modifications. A kernel asks which tiles to
+// walk, walks masked / full / masked ranges, calls visible() on the elements of masked tiles and score() on all of them, and
 // its gradient on the way back; it never names a feature.
 //
 // By position, query i sees the keys of a band along the diagonal that ends in the bottom-right corner of the score
@@ -18,8 +18,8 @@ constexpr bool HIDES_KEYS = ROWS_DIFFER || HIDES_ANYWHERE || VARLEN;  // those b
 constexpr bool WALKS_DIFFER = VARLEN || cfg::BLOCK_MASK;  // in length, whatever the position
 // Whether keys that exist may be hidden in any tile: no block mask tells in which.
 constexpr bool HIDES_IN_ANY_TILE = cfg::MASK || (cfg::MASK_MOD && !cfg::BLOCK_MASK);
-// Whether a walk over keys starts at the diagonal, goes to the first key, and then from the last one back: what is added
-// to scores, or by a function, is mostly largest there, so that they fall on the way or stay below what was seen.
+// Whether a walk over keys starts at the diagonal, goes to the first key, and then from the last one back: what is
+// added to scores, or by a function, is mostly largest there, so that they fall or stay below what was seen.
 constexpr bool STARTS_INSIDE = (cfg::ALIBI || cfg::SCORE_MOD) && !HIDES_KEYS;
 // Whether scores rise step by step on the way from the last key to the diagonal.
 constexpr bool RISES = cfg::ALIBI && !BOUND_RIGHT && !STARTS_INSIDE;
@@ -334,7 +334,7 @@ struct VisibleKeys {
   Chosen<cfg::MASK_MOD> chosen;
   __device__ __forceinline__ bool by_position(int offset) const { return last.has(offset) && first.has(offset); }
   __device__ __forceinline__ bool has(int offset) const {
-    return (by_position(offset) && listed.has(offset)) & chosen.has(offset);  // a function is no dearer without a branch
+    return (by_position(offset) && listed.has(offset)) & chosen.has(offset);  // functions are cheaper without branches
   }
 };
 __device__ __forceinline__ VisibleKeys visible_keys(const Params& p, int q_idx, int kv0, const Head& at = {}) {
@@ -374,8 +374,8 @@ __device__ __forceinline__ bool visible(const Params& p, int q_idx, int kv_idx, 
          Chosen<cfg::MASK_MOD>{p, at, q_idx, kv_idx, true}.has(0);
 }
 
-// On which side of the diagonal all keys of a tile lie, for all queries in [q_begin, q_end): 1 in front of it, -1 behind;
-// 0: neither. It matters to ALIBI alone.
+// On which side of the diagonal all keys of a tile lie, for all queries in [q_begin, q_end): 1 in front of it, -1
+// behind, 0: neither. It matters to ALIBI alone.
 __device__ __forceinline__ int side_of(const Params& p, int q_begin, int q_end, int tile) {
   if (!cfg::ALIBI || cfg::CAUSAL) return 1;
   const int shift = p.seqlen_k - p.seqlen_q, kv0 = tile * cfg::TILE_N;

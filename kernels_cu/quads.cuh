@@ -1,6 +1,6 @@
 // Rows of arrays in global memory as accumulators need them: a lane reads 16 bytes at a time, quads of lanes trade what
-// they read, and then lane t of a quad has columns 8 j + 2 t and the next of its quad's row. Loads are for the caller to
-// start early; what is done with them waits for them.
+// they read, and then lane t of a quad has columns 8 j + 2 t and the next of its quad's row. Loads are for the caller
+// to start early; what is done with them waits for them.
 #pragma once
 #include "tile_sm90.cuh"
 
@@ -35,7 +35,8 @@ __device__ __forceinline__ u32 bits_of(const u32 (&x)[4]) {
   return eight(x[0], x[1]) | eight(x[2], x[3]) << 8;
 }
 
-// COLUMNS bytes that are 0 or 1, in bits. Of a row that begins at a multiple of 16 bytes and has a multiple of 16 columns.
+// COLUMNS bytes that are 0 or 1, in bits. Of a row that begins at a multiple of 16 bytes and has a multiple of 16
+// columns.
 template <int COLUMNS> struct QuadBits {
   static constexpr int UNIT_COLUMNS = 16, UNITS = COLUMNS / UNIT_COLUMNS, LOADS = (UNITS + 3) / 4;
   static_assert(LOADS <= 2, "the bits of a lane's columns are a word");
@@ -67,9 +68,9 @@ template <int COLUMNS> struct QuadBits {
   }
 };
 
-// The same of accumulators that are transposed, of a warp's 16 keys and ROWS queries: a lane holds, of keys lane / 4 + 8 * (i % 2),
-// queries 16 s + 8 * (i / 2) + 2 * (lane % 4) + e. Rows of the warp's keys lie `stride` elements apart from `row` on; `rows`
-// of them exist, and `keys` of the keys: what does not becomes zero.
+// The same of accumulators that are transposed, of a warp's 16 keys and ROWS queries: a lane holds, of keys lane / 4 +
+// 8 * (i % 2), queries 16 s + 8 * (i / 2) + 2 * (lane % 4) + e. Rows of the warp's keys lie `stride` elements apart from
+// `row` on; `rows` of them exist, and `keys` of the keys: what does not becomes zero.
 template <int ROWS> struct TransposedPairs {  // of 16-bit elements
   u32 x[ROWS / 16][4];
 

@@ -1,5 +1,5 @@
-// Everything a kernel knows about score modifications: what scores become of products, what is dropped of probabilities,
-// and the gradients of both. See mask.cuh.
+// Everything a kernel knows about score modifications: what scores become of products, what is dropped of
+// probabilities, and the gradients of both. See mask.cuh.
 #pragma once
 #include "mask.cuh"
 
@@ -41,12 +41,14 @@ __device__ __forceinline__ Words philox(u32 c0, u32 c1, u32 c2, u32 c3, u64 key)
 // One of the scores' natural units in those that a Scorer makes: log2, for exponentials; natural for the user's functions.
 constexpr Real UNIT = cfg::SCORE_MOD ? 1 : LOG2_E;
 
-// What is known of elements before their scores are made. SMALL: their products are so small beside softcap, as they mostly
-// are, that a series does. ONE_SIDED: on which side of the diagonal they lie. GIVEN: what is to be added.
+// What is known of elements before their scores are made. SMALL: their products are so small beside softcap, as they
+// mostly are, that a series does. ONE_SIDED: on which side of the diagonal they lie. GIVEN: what is to be added.
 template <bool SMALL_, bool ONE_SIDED_ = false, bool GIVEN_ = false> struct Known {
   static constexpr bool SMALL = SMALL_, ONE_SIDED = ONE_SIDED_, GIVEN = GIVEN_;
   Real addend = 0;
-  template <bool SIDE> __device__ __forceinline__ Known<SMALL, SIDE, ADDENDS_AHEAD> with(Real addend) const { return {addend}; }
+  template <bool SIDE> __device__ __forceinline__ Known<SMALL, SIDE, ADDENDS_AHEAD> with(Real addend) const {
+    return {addend};
+  }
 };
 
 // Makes scores of products q.k, in its units, and gradients of products of gradients of scores. A positive scale
@@ -55,7 +57,7 @@ template <bool SMALL_, bool ONE_SIDED_ = false, bool GIVEN_ = false> struct Know
 // what depends on positions costs little.
 struct Scorer {
   const Params& p;
-  Real slope, distance;   // ALIBI: of the head, in its units, negative behind the diagonal if ONE_SIDED; how far in front
+  Real slope, distance;   // ALIBI: of the head, in its units, negative behind the diagonal if ONE_SIDED; from that
   const cfg::Bias* bias;  // BIAS: of the element
   Real* dbias;            // DBIAS: the same
   Head at;
@@ -108,7 +110,8 @@ struct Scorer {
   }
   // The score in units of log2, less `origin`.
   template <class Told>
-  __device__ __forceinline__ Real exponent(Real qk, Real scale, Real origin, int q_offset, int kv_offset, Told known) const {
+  __device__ __forceinline__ Real exponent(Real qk, Real scale, Real origin, int q_offset, int kv_offset,
+                                           Told known) const {
     if constexpr (cfg::SCORE_MOD || !cfg::SCALE_FIRST) {
       return fma_real(score(qk, q_offset, kv_offset, known), scale, -origin);
     } else {
@@ -156,7 +159,7 @@ struct Scorer {
     if constexpr (KEEPS_SCORES) {
       t = tanh_real(qk * p.softcap_in);
     } else {
-      const Real around = with_addend(-origin, q_offset, kv_offset, known);  // the same for neighbouring keys, or nearly
+      const Real around = with_addend(-origin, q_offset, kv_offset, known);
       t = fma_real(Real(lg2(prob)), p.softcap_out_inverse, -around * p.softcap_out_inverse);
     }
     return ds * saturate(fma_real(-t, t, 1));
@@ -189,7 +192,8 @@ struct Scorer {
       return fma_real(p.scale_log2 * UNITS, qk, sum);
     } else if constexpr (Told::SMALL) {
       const Real(&series)[4] = p.softcap_series, square = qk * qk;
-      const Real factor = fma_real(fma_real(fma_real(series[3], square, series[2]), square, series[1]), square, series[0]);
+      Real factor = fma_real(series[3], square, series[2]);
+      factor = fma_real(fma_real(factor, square, series[1]), square, series[0]);
       return fma_real(factor, qk * UNITS, sum);
     } else {
       return fma_real(p.softcap_out * UNITS, tanh_score(qk * p.softcap_in), sum);

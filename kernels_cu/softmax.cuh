@@ -123,9 +123,9 @@ constexpr float LOWEST = -0x1p126f;      // finite, and below all scores that ar
 constexpr float MAX_LANE_SUM = 4096;  // also bounds p: 2^12, far from float16's 65504
 
 struct TileSoftmax : RowSoftmax<2> {
-  // Scores become probabilities, 2^exponent(score, its index, reference); `lane_sum` is what the lane's add up to, row by
-  // row. Where they may be hidden and the row has seen none that is not, p is 0 of those that are; of others it is of no
-  // use, and infinite if STALE.
+  // Scores become probabilities, 2^exponent(score, its index, reference); `lane_sum` is what the lane's add up to, row
+  // by row. Where they may be hidden and the row has seen none that is not, p is 0 of those that are; of others it is of
+  // no use, and infinite if STALE.
   template <bool MAY_HIDE, bool STALE = false, int COUNT, class Exponent>
   __device__ __forceinline__ void exponentiate(float (&s)[COUNT], Exponent exponent, float (&lane_sum)[2]) const {
     float origin[2], part[2][2] = {};

@@ -266,6 +266,12 @@ def _finish(
         for name, tensor in problem.operands
         if not tensor.wide()
     )
+    if family == "sm90":
+        slow += tuple(
+            f"{name}: element-wise access, because its dtype is not q's, or its address, strides or seqlen_k are not "
+            "multiples of 16 bytes"
+            for name in scores.read_by_element(problem)
+        )
     return Plan(problem, family, tuple(x for x in launches if x.grid), _workspace(workspace), notes + slow)
 
 

@@ -9,26 +9,33 @@ from .tiles import Kernel, Row
 _CAPTURED = {slot.name for slot in features.CAPTURED}
 
 
+def _rows(problem: Problem) -> dict[str, bool]:
+    """The arrays that have an element for each key, and whether their rows can be read 16 bytes at a time."""
+    arrays, read = dict(problem.tensors), {"bias": problem.dtype.name, "mask": "bool"}
+    given = {n: (arrays[n], dtype) for n, dtype in read.items() if n in arrays and arrays[n].shape[-1:] > (1,)}
+    return {n: t.strides[-1] == 1 and t.dtype == dtype and t.wide() for n, (t, dtype) in given.items()}
+
+
+def read_by_element(problem: Problem) -> tuple[str, ...]:
+    """Those of which Hopper's kernels read every element by itself."""
+    return tuple(name for name, wide in _rows(problem).items() if not wide)
+
+
 def config(problem: Problem, kernel: Kernel, row: Row) -> dict[str, object]:
     """Of a kernel that computes scores in tiles of a row."""
     blocks = problem.option("block_mask")
     arrays, hopper = dict(problem.tensors), kernel.only_capability is not None
+    rows = _rows(problem)
     # Whether elements of neighbouring keys are neighbours in memory. With it of a mask fwd_sm80 spills 804 bytes,
     # not 316, so Hopper's kernels alone are told; and whether rows can be read 16 bytes at a time.
-    last = {n: (t.shape[-1:], t.strides[-1:]) for n, t in arrays.items() if n == "bias" or (n == "mask" and hopper)}
-    unit = {f"UNIT_{n.upper()}": n in last and last[n][0] > (1,) and last[n][1] == (1,) for n in ("bias", "mask")}
-    read = {"bias": problem.dtype.name, "mask": "bool"}
-    wide = {
-        f"WIDE_{n.upper()}": hopper and unit[f"UNIT_{n.upper()}"] and arrays[n].dtype == dtype and arrays[n].wide()
-        for n, dtype in read.items()
-    }
+    unit = {n: n in rows and arrays[n].strides[-1] == 1 and (hopper or n == "bias") for n in ("bias", "mask")}
     return {
         "SCALE_FIRST": problem.softmax_scale <= 0 or features.changes_scores(problem.on),
         "Bias": DTYPES[arrays["bias"].dtype].element if "bias" in arrays else problem.dtype.element,
         "MASK_BLOCK_M": blocks.block_q if blocks else row.tile_m,
         "MASK_BLOCK_N": blocks.block_k if blocks else row.tile_n,
-        **unit,
-        **wide,
+        **{f"UNIT_{name.upper()}": value for name, value in unit.items()},
+        **{f"WIDE_{name.upper()}": hopper and rows.get(name, False) for name in unit},
         "DBIAS": "dbias" in arrays,
         "UNIT_DBIAS": "dbias" in arrays and arrays["bias"].shape[-1:] > (1,),
         "NEAR_ARRAYS": all(t.span() < 2**31 for n, t in arrays.items() if n in _CAPTURED),

@@ -425,3 +425,13 @@ def test_packed_sequences(capability, family, backward, used):
                 assert dict(launch.values)["batch"] == 1 and dict(launch.values)["seqlen_q"] == 5000
     first, second = ([(x.kernel, x.config, x.grid) for x in made.launches] for made in plans)
     assert first == second
+
+
+@pytest.mark.parametrize("name", ["bias", "mask"])
+@pytest.mark.parametrize(("seqlen_k", "wide"), [(1024, True), (1023, False)])
+def test_rows_of_elements_are_read_16_bytes_at_a_time_where_they_can_be(name, seqlen_k, wide):
+    for backward in (False, True):
+        made = plan(example(seqlen_k=seqlen_k, backward=backward, **{name: (1, 4, 1024, "k")}), device_of((9, 0)))
+        [config] = [dict(x.config) for x in made.launches if x.kernel in ("fwd_sm90", "bwd_sm90")]
+        assert config[f"WIDE_{name.upper()}"] is wide
+        assert any(note.startswith(f"{name}: element-wise") for note in made.notes) is not wide
