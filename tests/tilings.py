@@ -29,6 +29,10 @@ def tiled(**wanted: object) -> Iterator[None]:
 TILINGS: dict[str, tuple[Case, dict[str, int]]] = {
     "one query of seven heads": (Case(1, 1, 700, 7, 1, 64, 64), {"pack": 7, "splits": 5}),
     "parts alone": (Case(2, 70, 600, 2, 2, 128, 128, values="rising"), {"pack": 1, "splits": 5}),
+    "parts of walks from the diagonal, heads that share tiles": (
+        Case(1, 70, 600, 4, 2, 64, 64, options=(("alibi_slopes", "of heads"),), values="rising"),
+        {"pack": 2, "splits": 3},
+    ),
     "heads alone": (Case(2, 70, 300, 4, 1, 128, 128, options=CAUSAL), {"pack": 4, "splits": 1}),
     "a head a warp": (Case(2, 70, 600, 4, 1, 64, 64, options=CAUSAL), {"pack": 4, "splits": 3}),
     "heads that share warps": (
