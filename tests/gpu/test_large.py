@@ -14,7 +14,7 @@ from tilings import tiled
 from variants import every
 
 import pyflash
-from pyflash import debug, reference
+from pyflash import debug, features, reference
 from pyflash.device import present
 from pyflash.explain import tile_row
 from pyflash.problem import Problem
@@ -90,18 +90,21 @@ def spread(extent: int) -> list[int]:
     return sorted({place for place in places if 0 <= place < extent})
 
 
-def check_places(arrays, results, head: int, causal: bool, dtype: str, scale: float) -> None:
+def check_places(arrays, results, head: int, options: dict[str, object], dtype: str, scale: float) -> None:
     """Some queries and keys of one head of the first batch, computed again in float64 from all that they see."""
     q, k, v, dout = arrays
     out, lse, dq, dk, dv = results
     group = q.shape[2] // k.shape[2]
     assert group == 1, "the gradients of a key are those of one query head"
     qh, kh, vh, dh, oh = (cp.asnumpy(a[0, :, head]).astype(np.float64) for a in (q, k, v, dout, out))
-    shift = len(kh) - len(qh) if causal else len(kh)
+    low, high = features.band(features.check(options), len(qh), len(kh))
+
+    def seen(rows, keys) -> np.ndarray:
+        distance = np.array(keys) - np.array(rows)[:, None]
+        return (distance >= (-np.inf if low is None else low)) & (distance <= (np.inf if high is None else high))
 
     rows = spread(len(qh))
-    seen = np.arange(len(kh)) <= np.array(rows)[:, None] + shift
-    s = np.where(seen, scale * qh[rows] @ kh.T, -np.inf)
+    s = np.where(seen(rows, range(len(kh))), scale * qh[rows] @ kh.T, -np.inf)
     top = s.max(1)
     expected_lse = np.log(np.exp(s - top[:, None]).sum(1)) + top
     p = np.exp(s - expected_lse[:, None])
@@ -111,8 +114,7 @@ def check_places(arrays, results, head: int, causal: bool, dtype: str, scale: fl
     close(dq[0, :, head][rows], scale * (p * (dh[rows] @ vh.T - delta)) @ kh, dtype)
 
     keys = spread(len(kh))
-    seen = np.array(keys) <= np.arange(len(qh))[:, None] + shift
-    s = np.where(seen, scale * qh @ kh[keys].T, -np.inf)
+    s = np.where(seen(range(len(qh)), keys), scale * qh @ kh[keys].T, -np.inf)
     p = np.exp(s - cp.asnumpy(lse[0, head]).astype(np.float64)[:, None])
     delta = (dh * oh).sum(1, keepdims=True)
     close(dv[0, :, head][keys], p.T @ dh, dtype)
@@ -131,16 +133,16 @@ def test_131072_tokens():
     cp.cuda.Device().synchronize()
     assert pool.total_bytes() - before <= 7.5 * q.nbytes, "four results like q, lse, and three times q between"
 
-    check_places((q, k, v, dout), (out, lse, dq, dk, dv), 5, True, dtype, dim**-0.5)
+    check_places((q, k, v, dout), (out, lse, dq, dk, dv), 5, {"causal": True}, dtype, dim**-0.5)
 
 
 @cache
 def problems_here() -> dict[tuple, Problem]:
-    """For each tile row that this GPU uses where there are no options, a problem that uses it."""
+    """For each tile row that this GPU uses without options but for position, a problem that uses it."""
     rows: dict[tuple, Problem] = {}
     for variant in every([present(0)]):
         problem = variant.problem
-        if isinstance(problem, Problem) and set(problem.on) <= {"causal"} and not problem.packed:
+        if isinstance(problem, Problem) and set(problem.on) <= {"causal", "window"} and not problem.packed:
             rows.setdefault(variant.row, problem)
     return rows
 
@@ -148,12 +150,12 @@ def problems_here() -> dict[tuple, Problem]:
 def run_row(kernel: str, row: Row) -> tuple:
     """Inputs, results and options of a call that uses a tile row, at lengths that are no multiples of any tile."""
     problem = problems_here()[kernel, row]
-    dtype, causal, seqlen_q = problem.dtype.name, bool(problem.option("causal")), problem.seqlen_q + 57
+    dtype, seqlen_q, on = problem.dtype.name, problem.seqlen_q + 57, dict(problem.on)
     seqlen_k = max(seqlen_q, row.max_seqlen or 757)
     extents = [(seqlen_q, problem.head_dim), (seqlen_k, problem.head_dim), (seqlen_k, problem.head_dim_v)]
     q, k, v = (random((1, seqlen, 2, width), dtype, seed) for seed, (seqlen, width) in enumerate(extents))
     dout = random((1, seqlen_q, 2, problem.head_dim_v), dtype, 3)
-    options = {"causal": causal, "softmax_scale": problem.softmax_scale}
+    options = {**on, "softmax_scale": problem.softmax_scale}
     family, backward = kernel.rpartition("_")[2], {"deterministic": problem.deterministic}
     tiling = tiled(row=row) if kernel == "fwd_sm90" else nullcontext()
     with tiling, debug.families(family, *(other for other in FAMILIES if other != family)):
@@ -161,7 +163,7 @@ def run_row(kernel: str, row: Row) -> tuple:
         assert row in map(tile_row, plan.launches)
         out, lse = pyflash.flash_attention(q, k, v, return_lse=True, **options)
         gradients = pyflash.flash_attention_backward(dout, q, k, v, out, lse, **backward, **options)
-    return (q, k, v, dout), (out, lse, *gradients), causal, dtype, problem.softmax_scale
+    return (q, k, v, dout), (out, lse, *gradients), on, dtype, problem.softmax_scale
 
 
 ROWS = [(name, row) for name, kernel in KERNELS.items() for row in kernel.rows if name[4:] in FAMILIES]
@@ -179,5 +181,5 @@ def test_every_tile_row(tile, compiled_ahead):
     """Rows that serve long sequences alone, and others."""
     if tile not in problems_here():
         pytest.skip("this GPU uses it with options alone, or never")
-    arrays, results, causal, dtype, scale = run_row(*tile)
-    check_places(arrays, results, 1, causal, dtype, scale)
+    arrays, results, on, dtype, scale = run_row(*tile)
+    check_places(arrays, results, 1, on, dtype, scale)
