@@ -139,10 +139,21 @@ def _write(path: Path, data: bytes) -> None:
     os.replace(temporary, path)
 
 
+def writable(folder: Path) -> bool:
+    """Whether files can be made in a folder, or in the nearest above it that exists. One is made to find out: what
+    permissions say of it is not so for root, and on file systems that are read-only."""
+    nearest = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    try:
+        with tempfile.TemporaryFile(dir=nearest):
+            return True
+    except OSError:
+        return False
+
+
 def _folder() -> Path:
     try:
         cache_folder().mkdir(parents=True, exist_ok=True)
-        if os.access(cache_folder(), os.W_OK):
+        if writable(cache_folder()):
             return cache_folder()
     except OSError:
         pass

@@ -8,9 +8,10 @@ from .errors import Unsupported
 from .explain import Explanation
 
 
-def check() -> None:
-    """Raise now what a plot would raise after everything else is done."""
-    _figure(1, 1)
+def formats() -> list[str]:
+    """The suffixes of files that can be drawn."""
+    figure, _ = _figure(1, 1)
+    return sorted(figure.canvas.get_supported_filetypes())
 
 
 def _figure(columns: int, rows: int, width: float = 5.0, height: float = 3.6):

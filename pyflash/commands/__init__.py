@@ -7,10 +7,13 @@ import ast
 import dataclasses
 import itertools
 import json
+import os
 import shutil
 import sys
+from pathlib import Path
 
-from .. import problem
+from .. import plots, problem
+from ..compile import writable
 from ..device import Device, named
 from ..features import FEATURES, HOLDERS
 from ..problem import DTYPES, Problem
@@ -86,6 +89,36 @@ def options_of(args: argparse.Namespace) -> dict[str, object]:
     except (TypeError, ValueError) as error:
         raise Misused(f"--{error}") from error
     return {f.name: value for f, value in checked.items() if value != f.default}
+
+
+def file(text: str) -> Path:
+    """A file to write to, once all is done: that it can be made is seen before."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: there is no folder {path.parent}")
+    if not (os.access(path, os.W_OK) if path.exists() else writable(path.parent)):
+        raise argparse.ArgumentTypeError(f"{text} cannot be written")
+    return path
+
+
+def folder(text: str) -> Path:
+    """A folder to write to, which may have to be made."""
+    path = Path(text)
+    if (path.exists() and not path.is_dir()) or not writable(path):
+        raise argparse.ArgumentTypeError(f"{text} cannot be written, or is no folder")
+    return path
+
+
+def add_plot(parser, what: str) -> None:
+    parser.add_argument("--plot", type=file, metavar="FILE", help=f"also draw {what}, such as picture.png")
+
+
+def check_plot(args: argparse.Namespace) -> None:
+    """Raise now what a plot would raise after everything else is done."""
+    if args.plot and args.plot.suffix and args.plot.suffix[1:].lower() not in plots.formats():
+        raise Misused(f"--plot: got a file {args.plot.suffix}, takes .{', .'.join(plots.formats())}")
 
 
 def add_json(parser) -> None:

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from pathlib import Path
 
 from .. import bench, plots
 from ..bench import table
 from ..problem import DTYPES
-from . import Misused, Progress, add_json, add_options, chosen, options_of, present_gpu, print_json, size, sizes
+from . import (
+    Misused,
+    Progress,
+    add_json,
+    add_options,
+    add_plot,
+    check_plot,
+    chosen,
+    file,
+    options_of,
+    present_gpu,
+    print_json,
+    size,
+    sizes,
+)
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -42,8 +55,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--cpu", action="store_true", help="NumPy even where there is a GPU")
     files = parser.add_argument_group("where to")
     add_json(files)
-    files.add_argument("--csv", type=Path, metavar="FILE", help="also write every figure here")
-    files.add_argument("--plot", type=Path, metavar="FILE", help="also draw a picture, such as bench.png")
+    files.add_argument("--csv", type=file, metavar="FILE", help="also write every figure here")
+    add_plot(files, "time and memory")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -57,18 +70,17 @@ def run(args: argparse.Namespace) -> int:
         if not wanted:
             raise Misused(f"--only: got {', '.join(args.only)}, takes parts of: {', '.join(c.name for c in found[1:])}")
         found = [found[0], *wanted]
-    if args.plot:
-        plots.check()
+    check_plot(args)
     with Progress(bench.steps(cases, found)) as progress:
         best, rows = bench.measure(cases, directions, machine, found, budget=args.seconds, step=progress.step)
-    if args.csv:
-        args.csv.write_text(table.csv_text(rows), encoding="utf-8")
-    if args.plot:
-        plots.bench(best, rows, args.plot)
     if args.json:
         print_json({"machine": best, "rows": [row.flat() for row in rows]})
     else:
         print(table.text(best, rows))
+    if args.csv:
+        args.csv.write_text(table.csv_text(rows), encoding="utf-8")
+    if args.plot:
+        plots.bench(best, rows, args.plot)
     return int(any(row.failure for row in rows if row.contestant == found[0].name))
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from .. import compile
 from ..device import KNOWN, Device
 from ..plan import Launch, plan
-from . import Misused, Progress, add_json, add_shapes, present_gpu, print_json, problems_of
+from . import Misused, Progress, add_json, add_shapes, folder, present_gpu, print_json, problems_of
 
 _ARCHS = {f"sm_{device.arch}": device for device in KNOWN.values()}
 
@@ -30,7 +30,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_shapes(parser)
     parser.add_argument("--arch", type=_archs, action="extend", metavar="A,B",
                         help=f"{', '.join(_ARCHS)} (default: the GPU present)")  # fmt: skip
-    parser.add_argument("--into", type=Path, metavar="FOLDER",
+    parser.add_argument("--into", type=folder, metavar="FOLDER",
                         help="also write source, PTX, assembler's report and cubin here")  # fmt: skip
     add_json(parser)
 
@@ -62,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
         for problem in problems_of(args)
         for x in plan(problem, device).launches
     }
+    if not wanted:
+        raise Misused("nothing is to be compiled: of --seqlen, --seqlen-k and --batch one is 0 in every call")
     with Progress(len(wanted)) as progress, ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = [pool.submit(_compile, launch, key[-1], args.into) for key, launch in wanted.items()]
         for job in as_completed(jobs):

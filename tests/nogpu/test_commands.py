@@ -75,6 +75,14 @@ MISUSES = [
     "compile --arch sm_1",
     "compile --arch sm_80,sm_1",
     "compile --arch sm_80 --dtype int8",
+    "compile --arch sm_80 --seqlen 0 --head-dim 64",
+    "compile --arch sm_80 --into /proc/there",
+    "compile --arch sm_80 --into README.md",
+    "explain --gpu H200 --plot /nonexistent/a.png",
+    "explain --gpu H200 --plot pyflash",
+    "bench --seqlen 64 --csv /nonexistent/a.csv",
+    "bench --seqlen 64 --csv /proc/a.csv",
+    "bench --seqlen 64 --plot /nonexistent/a.png",
 ]
 
 
@@ -87,11 +95,21 @@ def test_misuse_is_said_briefly(line):
 
 @pytest.mark.parametrize(
     "line, choices",
-    [("explain --gpu abacus", "H200"), ("explain", "H200"), ("compile --arch sm_1", "sm_90"), ("compile", "sm_90"),
+    [("bench --csv /no/a.csv", "argument --csv: "), ("explain --plot /no/a.png", "argument --plot: "),
+     ("compile --into /proc/a", "argument --into: "), ("compile --arch sm_80 --seqlen 0", "--seqlen"),
+     ("explain --gpu abacus", "H200"), ("explain", "H200"), ("compile --arch sm_1", "sm_90"), ("compile", "sm_90"),
      ("explain --dtype int8", "bfloat16"), ("bench --seqlen 64 --only abacus", "ordinary")],
 )  # fmt: skip
 def test_misuse_is_told_the_choices(line, choices):
     assert choices in pyflash(*line.split(), before=WITHOUT_CUPY).stderr
+
+
+@pytest.mark.parametrize("line", ["explain --gpu H200", "bench --seqlen 64"])
+def test_a_plot_of_an_unknown_kind_is_refused_before_all_else(line, tmp_path):
+    pytest.importorskip("matplotlib")
+    run = pyflash(*line.split(), "--plot", str(tmp_path / "a.xyz"))
+    assert run.returncode == 2 and not run.stdout
+    assert "--plot: got a file .xyz" in run.stderr and ".png" in run.stderr and "Traceback" not in run.stderr
 
 
 @pytest.mark.parametrize("before", ["", WITHOUT_CUPY], ids=["as installed", "without CuPy"])
