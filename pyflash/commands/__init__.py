@@ -135,21 +135,30 @@ def print_json(value: object) -> None:
 
 
 class Progress:
-    """A bar on standard error, if that is a terminal. `step` says what of `total` pieces of work is begun."""
+    """A bar on standard error, if that is a terminal. Of `total` pieces of work, `step` says which is begun, or
+    `finished`, where several are under way at once, which is done."""
 
     _WIDTH = 24
 
     def __init__(self, total: int):
-        self.total, self.begun = total, 0
+        self.total, self.count = total, 0
         self.shown = sys.stderr.isatty()
 
     def __enter__(self) -> Progress:
+        self._show(0, "")
         return self
 
     def step(self, what: str) -> None:
-        done = self._WIDTH * self.begun // self.total
-        self.begun += 1
-        self._write(f"[{'=' * done}{' ' * (self._WIDTH - done)}] {self.begun}/{self.total} {what}")
+        self.count += 1
+        self._show(self.count - 1, what)
+
+    def finished(self, what: str) -> None:
+        self.count += 1
+        self._show(self.count, what)
+
+    def _show(self, done: int, what: str) -> None:
+        bar = "=" * (self._WIDTH * done // self.total)
+        self._write(f"[{bar:{self._WIDTH}}] {self.count}/{self.total} {what}")
 
     def __exit__(self, *error: object) -> None:
         self._write("")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from pathlib import Path
 from .. import compile
 from ..device import KNOWN, Device
 from ..plan import Launch, plan
-from . import Misused, Progress, add_json, add_shapes, folder, present_gpu, print_json, problems_of
+from . import Failed, Misused, Progress, add_json, add_shapes, folder, present_gpu, print_json, problems_of
 
 _ARCHS = {f"sm_{device.arch}": device for device in KNOWN.values()}
 
@@ -62,12 +63,17 @@ def run(args: argparse.Namespace) -> int:
         for problem in problems_of(args)
         for x in plan(problem, device).launches
     }
+    if not compile.writable(compile.cache_folder()):
+        unkept = f"{compile.cache_folder()} cannot be written: set XDG_CACHE_HOME to a folder that can"
+        if not args.into:
+            raise Failed(f"{unkept}, or give --into, else nothing that is compiled is kept")
+        print(f"pyflash compile: only --into is filled; the cache {unkept}", file=sys.stderr)
     if not wanted:
         raise Misused("nothing is to be compiled: of --seqlen, --seqlen-k and --batch one is 0 in every call")
     with Progress(len(wanted)) as progress, ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = [pool.submit(_compile, launch, key[-1], args.into) for key, launch in wanted.items()]
         for job in as_completed(jobs):
-            progress.step(f"{job.result().kernel} for {job.result().arch}")
+            progress.finished(f"{job.result().kernel} for {job.result().arch}")
     found = [job.result() for job in jobs]
     if args.json:
         print_json([dataclasses.asdict(x) for x in found])

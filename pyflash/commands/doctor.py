@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import itertools
-import os
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -181,8 +180,7 @@ def _cache(report: _Report) -> None:
     folder = compile.cache_folder()
     kernels = list(folder.glob("*.cubin")) if folder.is_dir() else []
     used = f"{len(kernels)} compiled kernels, {sum(k.stat().st_size for k in kernels) / 1e6:.1f} MB"
-    parent = next(p for p in (folder, *folder.parents) if p.exists())
-    if os.access(parent, os.W_OK) and parent.is_dir():
+    if compile.writable(folder):
         report.good("cache", f"{folder}: {used}")
     else:
         report.bad("cache", f"{folder} cannot be written: kernels are compiled anew in each process",

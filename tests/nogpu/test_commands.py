@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from pyflash import compile
+from pyflash.commands import Progress
 from pyflash.errors import CompileError
 
 ROOT = Path(__file__).parents[2]
@@ -212,6 +214,36 @@ def test_doctor_finds_a_broken_cache_folder(tmp_path):
     (tmp_path / "file").write_text("")
     run = pyflash("doctor", XDG_CACHE_HOME=str(tmp_path / "file"))
     assert run.returncode == 1 and "BROKEN   cache" in run.stdout and "XDG_CACHE_HOME" in run.stdout
+
+
+NOT_FOLDERS = ["/proc", "README.md"]  # root may write to the first, by its permissions
+
+
+@pytest.mark.parametrize("folder", NOT_FOLDERS)
+def test_doctor_tries_to_write_to_the_cache(folder):
+    run = pyflash("doctor", XDG_CACHE_HOME=folder)
+    assert run.returncode == 1 and "BROKEN   cache" in run.stdout
+
+
+@pytest.mark.parametrize("folder", NOT_FOLDERS)
+def test_compile_says_that_nothing_would_be_kept(folder):
+    run = pyflash("compile", "--arch", "sm_80", XDG_CACHE_HOME=folder)
+    if "pyflash[cuda13]" in run.stderr:
+        pytest.skip("no NVRTC")
+    assert run.returncode == 1 and not run.stdout
+    assert f"{folder}/pyflash" in run.stderr and "XDG_CACHE_HOME" in run.stderr and "--into" in run.stderr
+
+
+def test_a_bar_begins_at_none_and_ends_full(monkeypatch):
+    shown = io.StringIO()
+    shown.isatty = lambda: True
+    monkeypatch.setattr("sys.stderr", shown)
+    with Progress(2) as progress:
+        assert shown.getvalue().endswith("[" + " " * 24 + "] 0/2 ")
+        progress.finished("one")
+        assert shown.getvalue().endswith("[" + "=" * 12 + " " * 12 + "] 1/2 one")
+        progress.step("another")
+        assert shown.getvalue().endswith("[" + "=" * 12 + " " * 12 + "] 2/2 another")
 
 
 def test_explain():
