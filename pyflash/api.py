@@ -5,6 +5,8 @@ from __future__ import annotations
 import operator
 from functools import cache
 
+import numpy as np
+
 from . import arrays, debug, device, entry, feature, features, problem, sequences
 from . import explain as explanation
 from .blocks import BlockMask, Blocks
@@ -322,7 +324,8 @@ def explain(
     ----------
     q, k, v, softmax_scale, causal, window, softcap, alibi_slopes, bias, mask, sinks, score_mod, mask_mod,
     block_mask, dropout_p, seed, seqused_q, seqused_k
-        As for `flash_attention`.
+        As for `flash_attention`. Of a `block_mask` of NumPy, without causal and window, the blocks that are not empty
+        are counted; what else masks hide is not.
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
         As for `flash_attention_varlen`, which is explained then. What lies on the GPU is waited for.
     backward : bool
@@ -337,6 +340,9 @@ def explain(
     Explanation
         Print it to read it; its attributes hold the plan and the figures.
     """
+    for name, flag in (("backward", backward), ("deterministic", deterministic)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name}: got {flag!r}, takes True or False")
     options = {
         "causal": causal,
         "window": window,
@@ -365,7 +371,8 @@ def explain(
         made = problem.make(problem.backward_tensors(made), backward=True, deterministic=deterministic, **call)
     here = device.present(seen.device_id()) if kind.gpu else None
     here = here if gpu is None else device.named(gpu)
-    return explanation.explain(made, here, debug.FAMILIES or FAMILIES, asked.hosts)
+    kinds = block_mask.kinds if isinstance(getattr(block_mask, "kinds", None), np.ndarray) else None
+    return explanation.explain(made, here, debug.FAMILIES or FAMILIES, asked.hosts, kinds)
 
 
 def block_mask(mask_mod, batch, heads, seqlen_q, seqlen_k, *, block_q=128, block_k=128, like=None):

@@ -17,6 +17,12 @@ class Device:
     memory_bytes: int
     bandwidth: float  # bytes/s between memory and the chip, by the data sheet
     half_flops: float  # dense float16/bfloat16 FLOP/s of the tensor cores, by the data sheet
+    single_flops: float  # float32 FLOP/s, without tensor cores
+    double_flops: float  # float64 FLOP/s, without tensor cores; 1/32 or 1/64 of float32's where no data sheet has it
+
+    def flops(self, itemsize: int) -> float | None:
+        """FLOP/s of the units that a type of so many bytes is computed on, where the data sheet's figure is known."""
+        return {2: self.half_flops, 4: self.single_flops, 8: self.double_flops}[itemsize] or None
 
     @property
     def arch(self) -> int:
@@ -29,15 +35,15 @@ _KB, _MB, _GB = 2**10, 2**20, 2**30
 KNOWN = {
     device.name: device
     for device in (
-        Device("T4", (7, 5), 40, 64 * _KB, 4 * _MB, 16 * _GB, 320e9, 65e12),
-        Device("A100", (8, 0), 108, 163 * _KB, 40 * _MB, 80 * _GB, 2.04e12, 312e12),
-        Device("RTX 3090", (8, 6), 82, 99 * _KB, 6 * _MB, 24 * _GB, 936e9, 71e12),
-        Device("RTX 4090", (8, 9), 128, 99 * _KB, 72 * _MB, 24 * _GB, 1.01e12, 165e12),
-        Device("L4", (8, 9), 58, 99 * _KB, 48 * _MB, 24 * _GB, 300e9, 121e12),
-        Device("H100", (9, 0), 132, 227 * _KB, 50 * _MB, 80 * _GB, 3.35e12, 989e12),
-        Device("H200", (9, 0), 132, 227 * _KB, 60 * _MB, 141 * _GB, 4.8e12, 989e12),
-        Device("B200", (10, 0), 148, 227 * _KB, 126 * _MB, 180 * _GB, 8.0e12, 2250e12),
-        Device("RTX 5090", (12, 0), 170, 99 * _KB, 96 * _MB, 32 * _GB, 1.79e12, 209e12),
+        Device("T4", (7, 5), 40, 64 * _KB, 4 * _MB, 16 * _GB, 320e9, 65e12, 8.1e12, 250e9),
+        Device("A100", (8, 0), 108, 163 * _KB, 40 * _MB, 80 * _GB, 2.04e12, 312e12, 19.5e12, 9.7e12),
+        Device("RTX 3090", (8, 6), 82, 99 * _KB, 6 * _MB, 24 * _GB, 936e9, 71e12, 35.6e12, 560e9),
+        Device("RTX 4090", (8, 9), 128, 99 * _KB, 72 * _MB, 24 * _GB, 1.01e12, 165e12, 82.6e12, 1.29e12),
+        Device("L4", (8, 9), 58, 99 * _KB, 48 * _MB, 24 * _GB, 300e9, 121e12, 30.3e12, 470e9),
+        Device("H100", (9, 0), 132, 227 * _KB, 50 * _MB, 80 * _GB, 3.35e12, 989e12, 67e12, 34e12),
+        Device("H200", (9, 0), 132, 227 * _KB, 60 * _MB, 141 * _GB, 4.8e12, 989e12, 67e12, 34e12),
+        Device("B200", (10, 0), 148, 227 * _KB, 126 * _MB, 180 * _GB, 8.0e12, 2250e12, 75e12, 37e12),
+        Device("RTX 5090", (12, 0), 170, 99 * _KB, 96 * _MB, 32 * _GB, 1.79e12, 209e12, 104.8e12, 1.64e12),
     )
 }
 
@@ -75,6 +81,8 @@ def present(device_id: int) -> Device:
         memory_bytes=facts["totalGlobalMem"],
         bandwidth=listed.bandwidth if listed else bandwidth,
         half_flops=listed.half_flops if listed else 0.0,
+        single_flops=listed.single_flops if listed else 0.0,
+        double_flops=listed.double_flops if listed else 0.0,
     )
 
 

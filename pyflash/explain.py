@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from . import features, sequences
+from .blocks import EMPTY
 from .device import Device
 from .plan import Launch, Plan
 from .plan import plan as make_plan
@@ -18,6 +19,7 @@ from .tiles import FAMILIES, KERNELS, Row
 
 # Share of the data sheet's FLOP/s at 4k to 16k, between causal and not, head_dim 128; by family and direction.
 _REACHED = {("sm90", False): 0.72, ("sm90", True): 0.57}
+_LAUNCH_SECONDS = 3e-6  # which a kernel takes that has next to nothing to do
 
 
 @dataclass(frozen=True)
@@ -27,11 +29,12 @@ class Explanation:
     problem: Problem
     device: Device | None
     plan: Plan | None
-    visible_pairs: int  # (query, key) pairs that the mask leaves, of all heads and batches
+    visible_pairs: int  # (query, key) pairs that the options in `counted` leave, of all heads and batches
     flops: int  # of the matrix products on the visible pairs
     least_bytes: int  # every array moved once
     score_bytes: int  # a matrix of queries and keys for every head and sequence, which ordinary attention writes
     tile_bytes: int | None  # what the tiles of the main kernel load and store, most of it from the L2 cache
+    counted: tuple[str, ...]  # the options of which it is counted what they hide
 
     @property
     def ordinary_bytes(self) -> int:
@@ -85,8 +88,7 @@ class Explanation:
     @property
     def peak_flops(self) -> float | None:
         """FLOP/s of the units that the plan uses, where the data sheet's figure is known."""
-        half = self.problem.dtype.itemsize == 2
-        return self.device.half_flops or None if self.device and half else None
+        return self.device.flops(self.problem.dtype.itemsize) if self.device else None
 
     @property
     def compute_seconds(self) -> float | None:
@@ -112,15 +114,30 @@ class Explanation:
     @property
     def expected_seconds(self) -> float | None:
         """By the share of the data sheet's FLOP/s that the family reached where that was measured: on an H200."""
+        return max(self._expected.values()) if self._expected else None
+
+    @property
+    def _expected(self) -> dict[str, float]:
+        """Times of which the longest is expected, by what takes them."""
         reached = _REACHED.get((self.plan.family, self.problem.backward)) if self.plan else None
-        if reached is None or self.device.capability != (9, 0) or self.compute_seconds is None:
-            return None
-        return max(self.compute_seconds / reached, self.memory_seconds)
+        if reached is None or self.device.capability != (9, 0) or None in (self.compute_seconds, self.memory_seconds):
+            return {}
+        return {
+            f"{reached:.0%} of the data sheet's FLOP/s, as measured for long sequences of head_dim 128 on an H200":
+                self.compute_seconds / reached,
+            "the traffic at the data sheet's bandwidth, which is the least": self.memory_seconds,
+            "what launches take with little to do": _LAUNCH_SECONDS * len(self.plan.launches),
+        }  # fmt: skip
+
+    @property
+    def uncounted(self) -> list[str]:
+        """The options that are on and not in the work: neither what they cost nor what they hide."""
+        return [name for name in self.problem.on if name in features.DEFAULTS and name not in self.counted]
 
     def facts(self) -> dict[str, object]:
         """All of it, for programs."""
-        counted = ("visible_pairs", "flops", "least_bytes", "score_bytes", "tile_bytes")
-        derived = (name for name, value in vars(Explanation).items() if isinstance(value, property))
+        counted = ("visible_pairs", "flops", "least_bytes", "score_bytes", "tile_bytes", "counted")
+        derived = (name for name, value in vars(Explanation).items() if isinstance(value, property) and name[0] != "_")
         plan = self.plan and {
             "family": self.plan.family,
             "notes": self.plan.notes,
@@ -144,9 +161,10 @@ def explain(
     device: Device | None,
     families: tuple[str, ...] = FAMILIES,
     arrays: Mapping[str, np.ndarray] | None = None,
+    kinds: np.ndarray | None = None,
 ) -> Explanation:
     """Explain a call on a GPU, or on NumPy if `device` is None. `arrays` say where sequences are; without them, each is
-    as long as it may be."""
+    as long as it may be. `kinds` are those of the blocks of a block mask, if the host knows them."""
     tensors = [t for name, t in problem.tensors]
     lengths = Counter({(problem.seqlen_q, problem.seqlen_k): problem.batch})
     if arrays:
@@ -155,6 +173,9 @@ def explain(
     alone = {each: replace(problem, seqlen_q=each[0], seqlen_k=each[1]).visible_pairs for each in lengths}
     pairs = problem.num_heads_q * sum(count * alone[each] for each, count in lengths.items())
     scores = problem.num_heads_q * sum(count * math.prod(each) for each, count in lengths.items())
+    counted = ("causal", "window")
+    if kinds is not None and not problem.varlen and not problem.banded:
+        pairs, counted = _listed_pairs(problem, kinds), (*counted, "block_mask")
     d, dv = problem.head_dim, problem.head_dim_v
     plan = make_plan(problem, device, families) if device else None
     # Forward: q k^T and p v. Backward: q k^T again, dout v^T, p^T dout, ds k, ds^T q.
@@ -168,7 +189,21 @@ def explain(
         least_bytes=sum(math.prod(t.shape) * ITEMSIZES[t.dtype] for t in tensors),
         score_bytes=scores * problem.dtype.itemsize,
         tile_bytes=_tile_bytes(problem, plan, pairs) if plan else None,
+        counted=counted,
     )
+
+
+def _listed_pairs(problem: Problem, kinds: np.ndarray) -> int:
+    """Pairs in the blocks that are not empty, which are those that kernels compute."""
+    blocks = problem.option("block_mask")
+    rows, columns = (
+        np.minimum(np.arange(n) * size + size, length) - np.arange(n) * size
+        for n, size, length in zip(
+            blocks.grid, (blocks.block_q, blocks.block_k), (problem.seqlen_q, problem.seqlen_k), strict=True
+        )
+    )
+    alike = problem.batch * problem.num_heads_q // max(blocks.batch * blocks.heads, 1)
+    return alike * int(((kinds != EMPTY) * np.multiply.outer(rows, columns)).sum())
 
 
 def _tile_bytes(problem: Problem, plan: Plan, pairs: int) -> int | None:
@@ -241,6 +276,7 @@ def _report(x: Explanation) -> list[tuple[str, str]]:
     all_pairs = x.score_bytes // problem.dtype.itemsize
     masked = x.visible_pairs < all_pairs
     share = f", for the {x.visible_pairs / all_pairs:.0%} of the scores that are visible" if masked else ""
+    share += f"; not counted: {', '.join(x.uncounted)}" if x.uncounted else ""
     where = _gpu_lines(x.device, x.plan) if x.plan else [("where", "NumPy on the CPU: tiles, an online softmax, BLAS")]
     lines = [
         ("backward" if problem.backward else "forward", str(problem)),
@@ -250,13 +286,14 @@ def _report(x: Explanation) -> list[tuple[str, str]]:
         ("  ordinary", f"{amount(x.ordinary_bytes, 'B')}: {amount(x.score_bytes, 'B')} of scores, "
                        f"{'7' if problem.backward else '4'} times through memory; here they are never written"),
     ]  # fmt: skip
-    if x.plan:
+    if x.plan and x.least_bytes:
         lines += [*_roofline_lines(x), *_memory_lines(x)]
     return lines
 
 
 def _asked(x: Explanation) -> str:
-    return f"; its tiles ask the L2 cache for {amount(x.tile_bytes, 'B')}" if x.tile_bytes else ""
+    again = x.tile_bytes is not None and x.tile_bytes > x.least_bytes
+    return f"; its tiles ask the L2 cache for {amount(x.tile_bytes, 'B')}" if again else ""
 
 
 def _memory_lines(x: Explanation) -> list[tuple[str, str]]:
@@ -267,13 +304,14 @@ def _memory_lines(x: Explanation) -> list[tuple[str, str]]:
     ]
     if x.longest_seqlen is not None:
         fits = f"{x.longest_seqlen:,} tokens; ordinary attention {x.ordinary_longest_seqlen:,}"
-        lines.append(("longest", f"in {x.device.memory_bytes / 2**30:.0f} GB fit {fits}"))
+        room = f"{amount(x.device.memory_bytes, 'B')} ({x.device.memory_bytes / 2**30:.0f} GiB)"
+        lines.append(("longest", f"in {room} fit {fits}"))
     return lines
 
 
 def _gpu_lines(gpu: Device, plan: Plan) -> list[tuple[str, str]]:
     capability = "compute capability {}.{}".format(*gpu.capability)
-    smem = f"{gpu.smem_bytes // 1024} KB of shared memory a CTA"
+    smem = f"{gpu.smem_bytes // 1024} KiB of shared memory a CTA"
     lines = [
         ("GPU", f"{gpu.name}: {capability}, {gpu.sm_count} multiprocessors, {smem}"),
         ("family", plan.family),
@@ -296,11 +334,12 @@ def _gpu_lines(gpu: Device, plan: Plan) -> list[tuple[str, str]]:
 def _roofline_lines(x: Explanation) -> list[tuple[str, str]]:
     intensity = f"{figure(x.intensity)} FLOP/B at best"
     if x.memory_seconds is None:
-        return [("intensity", intensity)]
+        return [("intensity", intensity), *_expected_lines(x)]
     traffic = f"{duration(x.memory_seconds)} of traffic at {amount(x.device.bandwidth, 'B/s')}"
     if x.compute_seconds is None:
         unknown = f"{x.problem.dtype.name} FLOP/s of this GPU are not in the table"
-        return [("intensity", intensity), ("roofline", f"{traffic}, by the data sheet; {unknown}")]
+        roofline = ("roofline", f"{traffic}, by the data sheet; {unknown}")
+        return [("intensity", intensity), roofline, *_expected_lines(x)]
     balance = x.peak_flops / x.device.bandwidth
     bound = "arithmetic" if x.intensity >= balance else "memory"
     work = f"{duration(x.compute_seconds)} of arithmetic at {amount(x.peak_flops, 'FLOP/s')}"
@@ -309,13 +348,24 @@ def _roofline_lines(x: Explanation) -> list[tuple[str, str]]:
         ("  ordinary", f"{figure(x.ordinary_intensity)} FLOP/B"),
         ("roofline", f"{duration(x.roofline_seconds)}: {work}, {traffic}, by the data sheet"),
         ("  ordinary", f"{duration(x.ordinary_seconds)}"),
+        *_unreachable_lines(x),
         *_expected_lines(x),
     ]
 
 
-def _expected_lines(x: Explanation) -> list[tuple[str, str]]:
-    if x.expected_seconds is None:
+def _unreachable_lines(x: Explanation) -> list[tuple[str, str]]:
+    """From Hopper on, data-centre GPUs have tensor core instructions of their own."""
+    if x.plan.family != "sm80" or x.device.capability[0] not in (9, 10, 11):
         return []
-    reached = _REACHED[x.plan.family, x.problem.backward]
-    basis = f"{reached:.0%} of the data sheet's FLOP/s, as measured for long sequences on an H200"
-    return [("expected", f"about {duration(x.expected_seconds)}: {basis}")]
+    return [("  note", f"sm80 uses Ampere's instructions; the data sheet's FLOP/s of {x.device.name} take others")]
+
+
+def _expected_lines(x: Explanation) -> list[tuple[str, str]]:
+    if not x.plan.launches:
+        return []
+    if not x._expected:
+        return [("expected", f"not measured for {x.plan.family} and {x.problem.dtype.name} on {x.device.name}")]
+    basis, seconds = max(x._expected.items(), key=lambda item: item[1])
+    others = [name for name in x.problem.on if name in features.DEFAULTS and name != "causal"]
+    without = f"; without the cost of {', '.join(others)}" if others else ""
+    return [("expected", f"about {duration(seconds)}: {basis}{without}")]

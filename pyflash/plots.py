@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from .errors import Unsupported
@@ -72,7 +73,7 @@ def bench(best, rows, path: Path) -> None:
 
 def explanation(x: Explanation, path: Path) -> None:
     """The call on the GPU's roofline, and its memory against the sequence length, beside ordinary attention."""
-    if x.memory_seconds is None or not x.least_bytes:
+    if x.memory_seconds is None or not x.flops:
         raise Unsupported(
             f"a plot needs a GPU whose memory bandwidth is known and a call with something in it: {x.problem}"
         )
@@ -86,12 +87,10 @@ def explanation(x: Explanation, path: Path) -> None:
 
 
 def _roofline(ax, x: Explanation) -> None:
-    peak = x.peak_flops or float("inf")
-    lowest, highest = min(x.ordinary_intensity, x.intensity) / 4, max(x.intensity, peak / x.device.bandwidth) * 4
-    if x.peak_flops is None:
-        highest = x.intensity * 4
-    ends = [lowest, *[peak / x.device.bandwidth] * (x.peak_flops is not None), highest]
-    ax.plot(ends, [min(peak, x.device.bandwidth * end) for end in ends], color="0.3", lw=1.6, label="roofline")
+    corners = [x.peak_flops / x.device.bandwidth] if x.peak_flops else []
+    ends = [min(x.ordinary_intensity, x.intensity) / 4, *corners, 4 * max([x.intensity, *corners])]
+    roof = [min(x.peak_flops or math.inf, x.device.bandwidth * end) for end in sorted(ends)]
+    ax.plot(sorted(ends), roof, color="0.3", lw=1.6, label="roofline")
     ours, theirs = x.flops / x.roofline_seconds, x.flops / x.ordinary_seconds
     ax.plot(x.ordinary_intensity, theirs, "o", color=_COLOURS[1], label="ordinary attention, at best")
     ax.plot(x.intensity, ours, "o", color=_COLOURS[0], mfc="none", label="this call, at best")
@@ -117,7 +116,7 @@ def _memory(ax, x: Explanation) -> None:
         ax.plot(lengths, held, color=colour, lw=2, label=f"{name}: {longest:,} fit")
         ax.plot(now, linear + square, "o", color=colour)
         ax.plot(longest, limit, "|", ms=14, color=colour)
-    ax.axhline(limit, color="0.5", ls=":", lw=1, label=f"{limit / 2**30:.0f} GB")
+    ax.axhline(limit, color="0.5", ls=":", lw=1, label=f"{limit / 2**30:.0f} GiB")
     ax.set(xscale="log", yscale="log", xlabel="sequence length", ylabel="bytes", ylim=(None, 20 * limit))
     ax.set_title("memory")
     ax.legend(frameon=False, fontsize=8, loc="upper left")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from problems import devices, example, problems
 
 import pyflash
-from pyflash import device
+from pyflash import device, features
 from pyflash.device import KNOWN
 from pyflash.errors import Unsupported
 from pyflash.explain import amount, duration, explain, tile_row, waves
@@ -130,7 +130,64 @@ def test_the_expected_time_is_one_that_was_measured():
     for backward, flops in ((False, 757e12), (True, 586e12)):
         x = explain(example(backward=backward, batch=1, seqlen_q=16384, heads=16), KNOWN["H200"])
         assert x.expected_seconds == pytest.approx(x.flops / flops, rel=0.1)
-    assert explain(example(), KNOWN["A100"]).expected_seconds is None
+    unmeasured = explain(example(), KNOWN["A100"])
+    assert unmeasured.expected_seconds is None and "expected     not measured for sm80" in str(unmeasured)
+    assert "not measured for simt and float32" in str(explain(example(dtype="float32"), KNOWN["H200"]))
+
+
+@given(problems(), devices)
+def test_the_expected_time_is_one_that_can_be(problem, gpu):
+    """Not below the hardware's, nor that of launches; explained by what takes it; options are said to be missing."""
+    try:
+        x = explain(problem, gpu)
+    except Unsupported:
+        return
+    if x.expected_seconds is None:
+        assert ("not measured" in str(x)) == bool(x.plan.launches and x.least_bytes)
+        return
+    assert x.expected_seconds >= max(x.roofline_seconds, 2e-6 * len(x.plan.launches))
+    (line,) = (line for line in str(x).splitlines() if line.startswith("expected"))
+    assert ("FLOP/s" in line) == (x.expected_seconds > max(x.memory_seconds, 3e-6 * len(x.plan.launches)))
+    for name in problem.on.keys() & (features.DEFAULTS.keys() - {"causal"}):
+        assert name in line.partition("without the cost of")[2]
+
+
+def test_a_peak_that_the_kernels_cannot_reach_is_noted():
+    for gpu, noted in (("B200", True), ("A100", False), ("RTX 4090", False), ("RTX 5090", False), ("H200", False)):
+        assert ("uses Ampere's instructions" in str(explain(example(), KNOWN[gpu]))) == noted
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_the_blocks_of_a_mask_are_counted(backward):
+    q, k = np.zeros((2, 300, 4, 64), np.float32), np.zeros((2, 200, 4, 64), np.float32)
+    mod = pyflash.masks.documents(np.repeat(np.arange(2), 150)[None].repeat(2, 0))
+    masked = pyflash.block_mask(lambda b, h, i, j: mod(b, h, i, pyflash.minimum(j, 199)), 2, 1, 300, 200)
+    x = pyflash.explain(q, k, k, block_mask=masked, backward=backward, gpu="H200")
+    edges = [(m, n, min(m + 128, 300), min(n + 128, 200)) for m in (0, 128, 256) for n in (0, 128)]
+    kinds = masked.kinds.reshape(2, -1)
+    pairs = sum(
+        (bottom - m) * (right - n)
+        for kind in kinds
+        for (m, n, bottom, right), one in zip(edges, kind, strict=True)
+        if one
+    )
+    assert x.visible_pairs == 4 * pairs < 2 * 4 * 300 * 200 and x.uncounted == ["mask_mod"]
+    assert "of the scores that are visible; not counted: mask_mod" in str(x)
+    hidden = pyflash.explain(q, k, k, mask=np.zeros((300, 200), bool), softcap=3.0, gpu="H200")
+    assert hidden.uncounted == ["softcap", "mask"] and "not counted: softcap, mask" in str(hidden)
+
+
+@pytest.mark.parametrize("name", ["backward", "deterministic"])
+def test_flags_are_checked(name):
+    q = np.zeros((1, 8, 1, 8), np.float32)
+    with pytest.raises(TypeError, match=f"^{name}: got 'yes', takes True or False"):
+        pyflash.explain(q, q, q, **{name: "yes"})
+
+
+def test_empty_calls_and_units():
+    empty = str(explain(example(seqlen_q=0, seqlen_k=0), KNOWN["H200"]))
+    assert "nothing to compute" in empty and "bound by" not in empty and "expected" not in empty
+    assert "in 151 GB (141 GiB) fit" in str(explain(example(), KNOWN["H200"]))
 
 
 @given(problems(), st.one_of(devices, st.none()))
@@ -152,6 +209,8 @@ def test_a_plot(tmp_path, gpu, lengths):
     dtype = "float32" if gpu == "T4" else "bfloat16"
     x = explain(example(dtype=dtype, seqlen_q=lengths[0], seqlen_k=lengths[1]), KNOWN[gpu])
     plots.explanation(x, tmp_path / "x.png")
+    unlisted = dataclasses.replace(KNOWN[gpu], half_flops=0.0, single_flops=0.0)
+    plots.explanation(dataclasses.replace(x, device=unlisted), tmp_path / "y.png")
     assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
     with pytest.raises(Unsupported, match="bandwidth"):
         plots.explanation(explain(example(), None), tmp_path / "x.png")
@@ -163,7 +222,16 @@ def test_roofline():
     assert long.roofline_seconds == long.flops / gpu.half_flops > long.memory_seconds
     assert short.roofline_seconds == short.least_bytes / gpu.bandwidth > short.compute_seconds
     assert "bound by arithmetic" in str(long) and "bound by memory" in str(short)
-    assert explain(example(dtype="float32"), gpu).compute_seconds is None
+
+
+@pytest.mark.parametrize("gpu", KNOWN)
+def test_every_type_has_a_ceiling(gpu):
+    """float32 and float64 that of the plain units, which no tensor core raises."""
+    peaks = {dtype: explain(example(dtype=dtype), KNOWN[gpu]).peak_flops for dtype in ("float32", "float64")}
+    assert KNOWN[gpu].half_flops > peaks["float32"] >= 1.9 * peaks["float64"] > 0
+    unlisted = dataclasses.replace(KNOWN[gpu], half_flops=0.0, single_flops=0.0, double_flops=0.0)
+    x = explain(example(dtype="float32"), unlisted)
+    assert x.compute_seconds is None and "float32 FLOP/s of this GPU are not in the table" in str(x)
 
 
 @pytest.mark.parametrize(
