@@ -7,7 +7,7 @@ import signal
 import sys
 
 from . import __version__
-from .commands import Failed, bench, compile, demo, doctor, explain
+from .commands import Failed, bench, compile, demo, doctor, explain, joined
 from .errors import CompileError, LaunchError, Unsupported
 
 _COMMANDS = {
@@ -35,7 +35,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command. 0: done; 1: it failed, and says why; 2: it was called wrongly."""
-    args = _parser().parse_args(arguments)
+    args = _parser().parse_args(joined(sys.argv[1:] if arguments is None else arguments))
     try:
         return _COMMANDS[args.command][0].run(args)
     except (Failed, CompileError, LaunchError, Unsupported) as error:

@@ -7,14 +7,18 @@ import ast
 import dataclasses
 import itertools
 import json
+import math
 import os
+import re
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from .. import plots, problem
 from ..compile import writable
 from ..device import Device, named
+from ..feature import Feature
 from ..features import FEATURES, HOLDERS
 from ..problem import DTYPES, Problem
 
@@ -63,12 +67,42 @@ def doubled(first: int, last: int) -> list[int]:
 _TYPED = tuple(feature for feature in FEATURES if not feature.is_array and feature.name not in HOLDERS)
 
 
-def _literal(text: str) -> object:
-    """A number, or several with commas between them; `none` is no limit."""
+def _typed(feature: Feature) -> Callable[[str], object]:
+    """Reads a number, or several with commas between them; `none` is no limit."""
+
+    def read(text: str) -> object:
+        try:
+            return feature.check(ast.literal_eval(text.lower().replace("none", "None")))
+        except (TypeError, ValueError, SyntaxError, MemoryError, RecursionError):
+            raise argparse.ArgumentTypeError(f"got {text}, takes {_takes(feature)}") from None
+
+    return read
+
+
+def _takes(feature: Feature) -> str:
+    """As it is typed: a tuple without brackets."""
+    return feature.takes.replace("(left, right)", "left,right")
+
+
+def joined(arguments: list[str]) -> list[str]:
+    """Values that begin with a minus sign and a digit in one with their option, or argparse takes them for options."""
+    found: list[str] = []
+    for text in arguments:
+        if found and re.match(r"--[a-z-]+$", found[-1]) and re.match(r"-\.?\d", text):
+            found[-1] += f"={text}"
+        else:
+            found.append(text)
+    return found
+
+
+def seconds(text: str) -> float:
     try:
-        return ast.literal_eval(text.lower().replace("none", "None"))
-    except (ValueError, SyntaxError):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number, nor several with commas between them") from None
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"got {text}, takes a number from 0 on")
+    return value
 
 
 def add_options(parser) -> None:
@@ -78,17 +112,13 @@ def add_options(parser) -> None:
         if feature.default is False:
             parser.add_argument(flag, action="store_true", help=f"as the argument {feature.name} of flash_attention")
         else:
-            parser.add_argument(flag, type=_literal, metavar="X", help=feature.takes)
+            parser.add_argument(flag, type=_typed(feature), metavar="X", help=_takes(feature))
 
 
 def options_of(args: argparse.Namespace) -> dict[str, object]:
     """Those of `add_options` that are on, by their keywords."""
     given = {f: getattr(args, f.name) for f in _TYPED}
-    try:
-        checked = {f: f.check(value) for f, value in given.items() if value is not None}
-    except (TypeError, ValueError) as error:
-        raise Misused(f"--{error}") from error
-    return {f.name: value for f, value in checked.items() if value != f.default}
+    return {f.name: value for f, value in given.items() if value not in (None, f.default)}
 
 
 def file(text: str) -> Path:

@@ -20,6 +20,7 @@ from . import (
     options_of,
     present_gpu,
     print_json,
+    seconds,
     size,
     sizes,
 )
@@ -51,7 +52,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--only", action="append", metavar="NAME", help="beside PyFlash, those whose names hold this; repeatable"
     )
-    what.add_argument("--seconds", type=float, default=0.1, metavar="S", help="spent on each measurement (default 0.1)")
+    what.add_argument("--seconds", type=seconds, default=0.1, metavar="S", help="for each measurement (default 0.1)")
     what.add_argument("--cpu", action="store_true", help="NumPy even where there is a GPU")
     files = parser.add_argument_group("where to")
     add_json(files)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import os
 import sys
 import time
@@ -13,10 +14,20 @@ from pathlib import Path
 
 from .. import compile
 from ..device import KNOWN, Device
+from ..errors import CompileError, Unsupported
 from ..plan import Launch, plan
+from ..problem import Problem
 from . import Failed, Misused, Progress, add_json, add_shapes, folder, present_gpu, print_json, problems_of
 
 _ARCHS = {f"sm_{device.arch}": device for device in KNOWN.values()}
+# GPUs that are not in the table of those that can be explained. What is compiled follows from the family and shared
+# memory of one that is.
+_LIKE = {"sm_87": "A100", "sm_103": "B200", "sm_110": "B200", "sm_121": "RTX 5090"}
+_ARCHS |= {
+    arch: dataclasses.replace(KNOWN[name], name=arch, capability=divmod(int(arch[3:]), 10))
+    for arch, name in _LIKE.items()
+}
+_ARCHS = dict(sorted(_ARCHS.items(), key=lambda item: item[1].arch))
 
 
 def _archs(text: str) -> list[Device]:
@@ -56,13 +67,11 @@ def run(args: argparse.Namespace) -> int:
     targets = args.arch or ([gpu] if gpu else [])
     if not targets:
         raise Misused(f"no GPU is present: name architectures with --arch ({', '.join(_ARCHS)})")
-    # What is compiled follows from these alone, so calls that share a kernel have it compiled once.
-    wanted = {
-        (x.kernel, x.real, x.config, compile.arch_of(x, device)): x
-        for device in targets
-        for problem in problems_of(args)
-        for x in plan(problem, device).launches
-    }
+    wanted, refusals = _wanted(targets, problems_of(args))
+    for refusal in refusals if wanted else ():
+        print(f"pyflash compile: left out: {refusal}", file=sys.stderr)
+    if refusals and not wanted:
+        raise Failed("\n".join(refusals))
     if not compile.writable(compile.cache_folder()):
         unkept = f"{compile.cache_folder()} cannot be written: set XDG_CACHE_HOME to a folder that can"
         if not args.into:
@@ -79,7 +88,19 @@ def run(args: argparse.Namespace) -> int:
         print_json([dataclasses.asdict(x) for x in found])
     else:
         _print(found)
-    return 0
+    return int(bool(refusals))
+
+
+def _wanted(targets: list[Device], problems: list[Problem]) -> tuple[dict[tuple, Launch], list[str]]:
+    """Launches, by kernel and architecture, and what cannot be. Calls that share a kernel have it compiled once."""
+    wanted, refusals = {}, {}
+    for device, problem in itertools.product(targets, problems):
+        try:
+            for x in plan(problem, device).launches:
+                wanted[x.kernel, x.real, x.config, compile.arch_of(x, device)] = x
+        except (CompileError, Unsupported) as error:
+            refusals[str(error)] = None
+    return wanted, list(refusals)
 
 
 def _compile(launch: Launch, arch: str, into: Path | None) -> _Compiled:

@@ -85,6 +85,7 @@ MISUSES = [
     "bench --seqlen 64 --csv /nonexistent/a.csv",
     "bench --seqlen 64 --csv /proc/a.csv",
     "bench --seqlen 64 --plot /nonexistent/a.png",
+    "bench --seqlen 64 --seconds nan",
 ]
 
 
@@ -97,7 +98,12 @@ def test_misuse_is_said_briefly(line):
 
 @pytest.mark.parametrize(
     "line, choices",
-    [("bench --csv /no/a.csv", "argument --csv: "), ("explain --plot /no/a.png", "argument --plot: "),
+    [("bench --seconds -1", "argument --seconds: got -1, takes a number from 0 on"),
+     ("explain --window abc", "argument --window: got abc, takes left,right, each None or an integer from 0 on"),
+     ("explain --window -5,0", "argument --window: got -5,0, takes left,right, each None"),
+     ("bench --softcap x", "argument --softcap: got x, takes None or a number"),
+     ("compile --dropout-p 1", "argument --dropout-p: got 1, takes a number from 0"),
+     ("bench --csv /no/a.csv", "argument --csv: "), ("explain --plot /no/a.png", "argument --plot: "),
      ("compile --into /proc/a", "argument --into: "), ("compile --arch sm_80 --seqlen 0", "--seqlen"),
      ("explain --gpu abacus", "H200"), ("explain", "H200"), ("compile --arch sm_1", "sm_90"), ("compile", "sm_90"),
      ("explain --dtype int8", "bfloat16"), ("bench --seqlen 64 --only abacus", "ordinary")],
@@ -300,6 +306,29 @@ def test_compile_lists(tmp_path):
     kernels = [(x["kernel"], x["variant"], x["arch"]) for x in found]
     assert len(set(kernels)) == len(kernels) and {x[2] for x in kernels} == {"sm_75", "sm_80"}
     assert all(x["registers"] > 0 and Path(x["cubin"]).is_file() for x in found)
+
+
+def test_compile_leaves_out_what_no_kernel_serves(tmp_path):
+    """And says so, by the exit code too."""
+    try:
+        compile.nvrtc_version()
+    except CompileError as error:
+        pytest.skip(str(error).partition("\n")[0])
+    run = pyflash("compile", "--arch", "sm_75,sm_80", "--head-dim", "64", "--json", XDG_CACHE_HOME=str(tmp_path))
+    assert run.returncode == 1 and [x["arch"] for x in json.loads(run.stdout)] == ["sm_80"]
+    assert run.stderr.startswith("pyflash compile: left out: no kernel serves") and "T4" in run.stderr
+    none = pyflash("compile", "--arch", "sm_75", "--head-dim", "64", XDG_CACHE_HOME=str(tmp_path))
+    assert none.returncode == 1 and not none.stdout and none.stderr.startswith("pyflash compile: no kernel serves")
+
+
+def test_compile_knows_the_architectures_that_nvrtc_does():
+    try:
+        known = compile.supported_archs()
+    except CompileError as error:
+        pytest.skip(str(error).partition("\n")[0])
+    said = pyflash("compile", "--arch", "sm_1").stderr
+    # No GPU of compute capability 8.8 has been described.
+    assert all(f"sm_{arch}" in said for arch in known if arch in (75, 80, 86, 87, 89, 90, 100, 103, 110, 120, 121))
 
 
 def test_compile_without_a_compiler_says_what_to_install():
