@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from .. import problem
+from .. import features, problem
 from ..problem import Problem
 
 
@@ -33,6 +33,15 @@ class Case:
     @property
     def causal(self) -> bool:
         return bool(dict(self.options).get("causal"))
+
+    @property
+    def band(self) -> tuple[int | None, int | None]:
+        """(low, high): query i sees the keys from i + low to i + high. None is no bound."""
+        return features.band(features.check(dict(self.options)), self.seqlen_q, self.seqlen_k)
+
+    @property
+    def softcap(self) -> float | None:
+        return dict(self.options).get("softcap")
 
     @property
     def score_bytes(self) -> int:

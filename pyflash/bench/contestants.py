@@ -60,10 +60,12 @@ class Ordinary(Contestant):
     """The score matrix written out, softmax in float32: three matrix products with what lies between them."""
 
     name = "ordinary"
+    options = frozenset({"causal", "window", "softcap"})
 
     def obstacle(self, case: Case, machine: Machine) -> str | None:
-        # s and p in float32, masked s, p in the type of q; and as much again in the backward.
+        # s and p in float32, masked s, p in the type of q; and as much again in the backward. A cap's slope in float32.
         need = case.score_bytes * (4 if case.dtype in ("float32", "float64") else 7)
+        need += case.score_bytes * (2 if case.softcap else 0)
         too_much = f"needs {need / 1e9:.0f} GB" if need > machine.ordinary_bytes else None
         return super().obstacle(case, machine) or too_much
 
@@ -78,14 +80,19 @@ class OrdinaryArrays(Ordinary):
         group = case.heads // case.heads_kv
         q, k, v, dout = (a.swapaxes(1, 2) for a in (q, k, v, dout))  # (batch, heads, seqlen, head_dim)
         k, v = (a if group == 1 else self.xp.repeat(a, group, axis=1) for a in (k, v))
-        mask = self.xp.tri(case.seqlen_q, case.seqlen_k, case.seqlen_k - case.seqlen_q, dtype=bool)
-        mask = mask if case.causal else None
+        low, high = case.band
+        lengths, mask = (case.seqlen_q, case.seqlen_k), None
+        if high is not None:
+            mask = self.xp.tri(*lengths, high, dtype=bool)
+        if low is not None:
+            above = ~self.xp.tri(*lengths, low - 1, dtype=bool)
+            mask = above if mask is None else mask & above
 
         def recorded():
-            return ordinary_forward(self.xp, q, k, v, mask)
+            return ordinary_forward(self.xp, q, k, v, mask, case.softcap)
 
-        def backward(out, p):
-            dq, dk, dv = ordinary_backward(self.xp, dout, q, k, v, out, p)
+        def backward(*kept):
+            dq, dk, dv = ordinary_backward(self.xp, dout, q, k, v, *kept)
             dk, dv = (a if group == 1 else _summed(a, case.heads_kv) for a in (dk, dv))
             return tuple(a.swapaxes(1, 2) for a in (dq, dk, dv))
 
@@ -98,23 +105,29 @@ def _summed(a, heads_kv: int):
     return a.reshape(batch, heads_kv, heads // heads_kv, seqlen, dim).sum(2)
 
 
-def ordinary_forward(xp, q, k, v, mask):
-    """out and the probabilities. Arrays are (..., seqlen, head_dim); the mask, if any, is True where a key is seen."""
+def ordinary_forward(xp, q, k, v, mask, softcap=None):
+    """out, the probabilities, and the slope of softcap. Arrays are (..., seqlen, head_dim); the mask, if any, is True
+    where a key is seen."""
     real = np.float64 if q.dtype == np.float64 else np.float32
     s = xp.matmul(q, k.swapaxes(-1, -2)).astype(real) * real(q.shape[-1] ** -0.5)
+    slope = real(1)
+    if softcap is not None:
+        s = xp.tanh(s / real(softcap))
+        slope = 1 - s * s
+        s = s * real(softcap)
     if mask is not None:
         s = xp.where(mask, s, real(-np.inf))
     s = xp.exp(s - s.max(-1, keepdims=True))
     p = (s / s.sum(-1, keepdims=True)).astype(q.dtype)
-    return xp.matmul(p, v), p
+    return xp.matmul(p, v), p, slope
 
 
-def ordinary_backward(xp, dout, q, k, v, out, p):
-    """dq, dk, dv from the probabilities that the forward kept."""
+def ordinary_backward(xp, dout, q, k, v, out, p, slope):
+    """dq, dk, dv from what the forward kept."""
     real = np.float64 if q.dtype == np.float64 else np.float32
     dp = xp.matmul(dout, v.swapaxes(-1, -2)).astype(real)
     delta = (dout.astype(real) * out).sum(-1, keepdims=True)
-    ds = (p * (dp - delta) * real(q.shape[-1] ** -0.5)).astype(q.dtype)
+    ds = (p * (dp - delta) * (real(q.shape[-1] ** -0.5) * slope)).astype(q.dtype)
     return xp.matmul(ds, k), xp.matmul(ds.swapaxes(-1, -2), q), xp.matmul(p.swapaxes(-1, -2), dout)
 
 
@@ -149,8 +162,13 @@ class OrdinaryTorch(_Torch, Ordinary):
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         k, v = (t.repeat_interleave(case.heads // case.heads_kv, 1) for t in (k, v))
         s = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
-        if case.causal:
-            seen = torch.ones(s.shape[-2:], dtype=torch.bool, device=q.device).tril(case.seqlen_k - case.seqlen_q)
+        if case.softcap:
+            s = case.softcap * (s / case.softcap).tanh()
+        low, high = case.band
+        if (low, high) != (None, None):
+            seen = torch.ones(s.shape[-2:], dtype=torch.bool, device=q.device)
+            seen = seen if high is None else seen.tril(high)
+            seen = seen if low is None else seen.triu(low)
             s = s.masked_fill(~seen, float("-inf"))
         return (s.softmax(-1, torch.promote_types(s.dtype, torch.float32)).to(q.dtype) @ v).transpose(1, 2)
 

@@ -29,17 +29,29 @@ def test_the_grid():
     assert cases[0].problem(True).backward and not cases[0].problem(False).backward
 
 
-@pytest.mark.parametrize("causal", [False, True])
+OPTIONS = [
+    {},
+    {"causal": True},
+    {"window": (7, 3)},
+    {"window": (None, 5)},
+    {"causal": True, "window": (9, None)},
+    {"softcap": 2.0},
+    {"causal": True, "window": (4, 4), "softcap": 0.5},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("heads_kv", [1, 2, 4])
 @pytest.mark.parametrize("lengths", [(40, 40), (40, 50)])
-def test_ordinary_attention_is_right(lengths, heads_kv, causal):
-    case = replace(CASE, seqlen_q=lengths[0], seqlen_k=lengths[1], heads_kv=heads_kv, options=(("causal", causal),))
+def test_ordinary_attention_is_right(lengths, heads_kv, options):
+    case = replace(CASE, seqlen_q=lengths[0], seqlen_k=lengths[1], heads_kv=heads_kv, options=tuple(options.items()))
+    assert contestants.OrdinaryArrays(np).obstacle(case, machines.Machine()) is None
     rng = np.random.default_rng(0)
     arrays = [rng.standard_normal(shape) for shape in case.shapes.values()]
     calls = contestants.OrdinaryArrays(np).prepare(case, *arrays)
     q, k, v, dout = arrays
-    np.testing.assert_allclose(calls.forward(), reference.attention(q, k, v, causal=causal)[0], atol=1e-12)
-    expected = reference.attention_backward(dout, q, k, v, causal=causal)
+    np.testing.assert_allclose(calls.forward(), reference.attention(q, k, v, **options)[0], atol=1e-12)
+    expected = reference.attention_backward(dout, q, k, v, **options)
     for results in (calls.backward(), calls.both()):
         for got, want in zip(results, expected, strict=True):
             np.testing.assert_allclose(got, want, atol=1e-12)
@@ -81,6 +93,17 @@ def test_rows_hold_what_follows_from_the_times():
         assert row.copy_share == pytest.approx(row.bandwidth / best.copy_bandwidth)
     assert rows[0].ratio == rows[1].ratio == 1
     assert rows[2].ratio == pytest.approx(rows[2].seconds / rows[0].seconds)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_torchs_ordinary_attention_is_right(options):
+    torch = pytest.importorskip("torch")
+    case, rng = replace(CASE, options=tuple(options.items())), np.random.default_rng(0)
+    q, k, v, dout = (rng.standard_normal(shape) for shape in case.shapes.values())
+    calls = contestants.OrdinaryTorch().prepare(case, *(torch.from_numpy(a) for a in (q, k, v, dout)))
+    np.testing.assert_allclose(calls.forward(), reference.attention(q, k, v, **options)[0], atol=1e-12)
+    for got, want in zip(calls.both(), reference.attention_backward(dout, q, k, v, **options), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-12)
 
 
 class Wrong(contestants.PyFlash):
