@@ -63,6 +63,7 @@ def test_there_are_examples():
         "split_keys",
         "long_context",
         "attention_maps",
+        "score_mod",
     }
     assert expected <= {path.stem for path in EXAMPLES}
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
