@@ -242,6 +242,32 @@ def test_what_cannot_be_traced_says_so(transform):
         transform(lambda q, k, v: flash_attention(q, k, v).sum())(q, k, v)
 
 
+WITHOUT_GRADIENTS = {
+    "alibi_slopes": np.ones(4, np.float32), "mask": np.ones((5, 7), bool), "seqused_q": [5, 3], "seqused_k": [7, 3],
+    "cu_seqlens_q": [0, 2, 5],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("closed_over", [True, False])
+@pytest.mark.parametrize("transform", [jax.jit, lambda f: jax.jit(jax.grad(f)), jax.vmap], ids=["jit", "grad", "vmap"])
+@pytest.mark.parametrize("name", WITHOUT_GRADIENTS)
+def test_options_that_cannot_be_traced_say_so(name, transform, closed_over):
+    """They have no gradients, which is not what is wrong here."""
+    from pyflash import jax as glue
+
+    q, k, v = inputs()
+    if name == "cu_seqlens_q":
+        q, k, v = q[0], k[0, :5], v[0, :5]
+    function = glue.flash_attention_varlen if name == "cu_seqlens_q" else glue.flash_attention
+    value = WITHOUT_GRADIENTS[name]
+    call = lambda q, x: function(q, k, v, **{name: value if closed_over else x}).sum()  # noqa: E731
+    given = q, jnp.asarray(value)
+    if transform is jax.vmap:
+        given = tuple(a[None] for a in given)
+    with pytest.raises(pyflash.Unsupported, match="got a JAX tracer.*outside jax.jit and jax.vmap"):
+        transform(call)(*given)
+
+
 def test_errors_are_those_of_the_public_function():
     from pyflash.jax import flash_attention
 
