@@ -279,12 +279,15 @@ def kind_of(array, name: str) -> Kind:
     library = _library(type(array))
     if library == "cupy":
         return CUPY
-    if library == "torch" and array.is_cuda and array.layout is sys.modules["torch"].strided:
+    if library == "torch" and array.is_cuda and array.layout is sys.modules["torch"].strided and not array.is_neg():
         return TORCH
     shown = argument(name)
     if library == "torch":
         if array.layout is not sys.modules["torch"].strided:
             raise Unsupported(f"{shown}: got a tensor of layout {array.layout}, takes torch.strided")
+        if array.is_neg():  # its memory holds the numbers with the other sign
+            takes = "one that is resolved: tensor.resolve_neg()"
+            raise Unsupported(f"{shown}: got a tensor with the negative bit set, takes {takes}")
         if array.device.type == "cpu":
             dtype = str(array.dtype).removeprefix("torch.")
             if dtype not in ITEMSIZES:  # not left to NumPy, which does not know them all
@@ -328,6 +331,13 @@ def common_kind(arrays: dict[str, object]) -> Kind:
             first, kind = name, other
         elif other is not kind:
             raise TypeError(f"{argument(name)}: got a {other.name} array, takes {kind.name}, as {argument(first)}")
+    if kind.autograd:
+        forward_ad = sys.modules["torch"].autograd.forward_ad
+        if forward_ad._current_level >= 0:  # asked once: unpack_dual is slow
+            for name, array in arrays.items():
+                if forward_ad.unpack_dual(array).tangent is not None:
+                    takes = "one without: there is no derivative in forward mode"
+                    raise Unsupported(f"{argument(name)}: got a tensor with a tangent, takes {takes}")
     return kind
 
 

@@ -102,7 +102,9 @@ def _gradients(ctx, needed, dout, dlse, compute) -> list[torch.Tensor | None]:
     out, lse, *tensors = ctx.saved_tensors
     options = ctx.names[3:]  # in the order of the table, which is that of their gradients
     wanted = tuple([name for name, need in zip(options, needed[3:], strict=True) if need and name in _MORE])
-    dout = torch.zeros_like(out) if dout is None else dout
+    # Gradients of torch's may be views that say with a bit that their sign is the other.
+    dout = torch.zeros_like(out) if dout is None else dout.resolve_neg()
+    dlse = None if dlse is None else dlse.resolve_neg()
     dq, dk, dv, *more = compute(ctx, wanted, dout, dlse, out, lse, *tensors)
     found = dict(zip(wanted, more, strict=True))
     return [dq, dk, dv, *[found.get(name) for name in options]]

@@ -262,6 +262,72 @@ def test_functional_transforms_are_refused():
         torch.func.grad(lambda *a: pyflash.flash_attention(*a).sum())(q, k, v)
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias", "sinks", "score_mod"])
+def test_forward_mode_is_refused(name):
+    from torch.autograd import forward_ad
+
+    given = dict(zip("qkv", tensors(torch.float64), strict=True))
+    given |= {"bias": torch.zeros(5, 7).double(), "sinks": torch.zeros(4).double()}
+    table = torch.zeros(7).double()
+    shown = "array 0 that score_mod or mask_mod captures" if name == "score_mod" else name
+    with forward_ad.dual_level():
+        pyflash.flash_attention(**given)  # without a tangent
+        if name == "score_mod":
+            table = forward_ad.make_dual(table, torch.ones_like(table))
+            given["score_mod"] = lambda s, b, h, i, j: s + table[j]
+        else:
+            given[name] = forward_ad.make_dual(given[name], torch.ones_like(given[name]))
+        with pytest.raises(pyflash.Unsupported, match=f"^{shown}: got a tensor with a tangent, takes one without"):
+            pyflash.flash_attention(**given)
+        if name in "qkv":
+            given[name].requires_grad_()
+            with pytest.raises(pyflash.Unsupported, match=f"^{name}: got a tensor with a tangent"):
+                pyflash.flash_attention(**given)
+            q, k, v = (given[n] for n in "qkv")
+            out, lse = torch.zeros(2, 5, 4, 12).double(), torch.zeros(2, 4, 5).double()
+            with pytest.raises(pyflash.Unsupported, match=f"^{name}: got a tensor with a tangent"):
+                pyflash.flash_attention_backward(out, q, k, v, out, lse)
+    q, k, v = tensors()
+    with pytest.raises(pyflash.Unsupported, match="^k: got a tensor with a tangent"):
+        torch.func.jvp(lambda k: pyflash.flash_attention(q, k, v), (k,), (k,))
+
+
+def negative(tensor):
+    """The same numbers, stored with the other sign."""
+    return torch._neg_view(-tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias", "sinks", "out"])
+def test_the_negative_bit_is_refused(name, dtype):
+    real = torch.float64 if dtype == torch.float64 else torch.float32
+    given = {**dict(zip("qkv", tensors(dtype), strict=True)), "bias": torch.ones(5, 7, dtype=dtype)}
+    given |= {"sinks": torch.ones(4, dtype=real), "out": torch.zeros(2, 5, 4, 12, dtype=dtype)}
+    pyflash.flash_attention(**given)
+    given[name] = negative(given[name])
+    with pytest.raises(pyflash.Unsupported, match=rf"^{name}: got a tensor with the negative bit set.*resolve_neg\(\)"):
+        pyflash.flash_attention(**given)
+
+
+def test_the_negative_bit_of_a_complex_tensors_part():
+    q, k, v = tensors()
+    part = torch.complex(k, -v[..., :8]).conj().imag
+    assert part.is_neg()
+    with pytest.raises(pyflash.Unsupported, match="^v: got a tensor with the negative bit set"):
+        pyflash.flash_attention(q, k, part)
+    assert pyflash.flash_attention(q, k, part.resolve_neg()).equal(pyflash.flash_attention(q, k, v[..., :8]))
+
+
+def test_gradients_with_the_negative_bit():
+    """Those come from torch, where a part of a complex tensor goes into a loss."""
+    q, k, v = tensors(torch.float64, grad=True)
+    results = pyflash.flash_attention(q, k, v, return_lse=True)
+    gradients = [torch.randn_like(x) for x in results]
+    expected = torch.autograd.grad(results, (q, k, v), gradients, retain_graph=True)
+    ours = torch.autograd.grad(results, (q, k, v), [negative(g) for g in gradients])
+    assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_equals_torchs_own_attention(causal):
     ours, theirs = (tensors(torch.float64, 6, 6, heads_kv=4, dim_v=8, grad=True) for _ in range(2))
