@@ -74,6 +74,9 @@ class _ArrayInterface(Kind):
 
     def tensor(self, key: Key) -> Tensor:
         _, strides, dtype, *_ = key
+        if not dtype.isnative:
+            takes = "the machine's byte order: array.astype(array.dtype.newbyteorder('='))"
+            raise Unsupported(f"got dtype {dtype}, takes {takes}")
         itemsize = dtype.itemsize or 1
         if any(s % itemsize for s in strides):
             raise Unsupported(f"strides of {strides} bytes are no multiples of the itemsize of {dtype}")
@@ -296,6 +299,8 @@ def kind_of(array, name: str) -> Kind:
             return TORCH_CPU
         raise Unsupported(f"{shown}: got a torch tensor on {array.device}, takes one on a CUDA device or the CPU")
     if library == "numpy":
+        if isinstance(array, np.ma.MaskedArray):
+            raise TypeError(f"{shown}: got a numpy.ma.MaskedArray, takes a plain array, as of array.filled()")
         return NUMPY
     if library == "jax":
         if isinstance(array, sys.modules["jax"].core.Tracer):

@@ -41,6 +41,8 @@ def on_host(name: str, value: object) -> np.ndarray | None:
     """A list, a tuple or a NumPy array as the latter; None for what is something else."""
     if not isinstance(value, (list, tuple, np.ndarray)):
         return None
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(f"{name}: got a numpy.ma.MaskedArray, takes {TAKES[name]}")
     try:
         array = np.asarray(value) if len(np.shape(value)) != 1 or len(value) else np.zeros(0, np.int64)
     except ValueError:

@@ -235,6 +235,43 @@ def test_strides_of_a_fraction_of_an_element_are_refused():
         pyflash.flash_attention(odd, odd, odd)
 
 
+GIVEN = {  # all that may be a NumPy array, and how its numbers are stored
+    **dict.fromkeys("qkv", "f"), "bias": "f", "sinks": "f", "alibi_slopes": "f", "out": "f", "mask": "?",
+    "score_mod": "f", "seqused_q": "i", "seqused_k": "i",
+}  # fmt: skip
+
+
+def of_all_options(replaced: str, change):
+    """A call in which one array is changed, and what errors call that."""
+    q, k, v = arrays()
+    given = {"q": q, "k": k, "v": v, "out": np.zeros((*q.shape[:3], v.shape[3]), np.float32)}
+    given |= {"bias": np.ones((5, 7), np.float32), "mask": np.ones((5, 7), bool)}
+    given |= {name: np.ones(4, np.float32) for name in ("sinks", "alibi_slopes", "score_mod")}
+    given |= {"seqused_q": np.array([5, 2]), "seqused_k": np.array([6, 7])}
+    given[replaced] = change(given[replaced])
+    table = given["score_mod"]
+    given["score_mod"] = lambda s, b, h, i, j: s + table[h]
+    return given, "array 0 that score_mod or mask_mod captures" if replaced == "score_mod" else replaced
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_the_other_byte_order_is_refused_or_right(name):
+    given, shown = of_all_options(name, lambda a: a.astype(a.dtype.newbyteorder("S")))
+    if GIVEN[name] == "f":
+        with pytest.raises(pyflash.Unsupported, match=f"^{shown}: got dtype .f4, takes the machine's byte order"):
+            pyflash.flash_attention(**given)
+    else:  # lengths are copied; a boolean is one byte
+        plain = {**given, name: given[name].astype(given[name].dtype.newbyteorder("="))}
+        assert np.array_equal(pyflash.flash_attention(**given), pyflash.flash_attention(**plain))
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_masked_arrays_are_refused(name):
+    given, shown = of_all_options(name, lambda a: np.ma.masked_array(a, a > 5))
+    with pytest.raises(TypeError, match=f"^{shown}: got a numpy.ma.MaskedArray, takes "):
+        pyflash.flash_attention(**given)
+
+
 def test_a_call_does_not_depend_on_those_before():
     """Same shapes, other strides, dtypes or broadcasts, in either order: each equals a call on a contiguous copy."""
     base = RNG.standard_normal((2, 4, 5, 16)).astype(np.float32)
