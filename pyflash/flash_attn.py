@@ -12,6 +12,7 @@ import torch
 from . import torch as glue
 from .api import attend
 from .errors import Unsupported
+from .feature import fail
 
 __all__ = [
     "flash_attn_func",
@@ -79,7 +80,7 @@ def _attention(
     if return_attn_probs and dropout_p:
         raise Unsupported("return_attn_probs: got True with dropout, takes False: what was dropped is not kept")
     # By our names, each with the argument that it comes from.
-    window = tuple(None if size < 0 else size for size in window_size)
+    window = _window(window_size)
     asked = {
         "window": ("window_size", window if window != (None, None) else None),
         "softcap": ("softcap", softcap or None),
@@ -90,6 +91,18 @@ def _attention(
     options |= {glue.existing(o, argument): value for o, (argument, value) in asked.items() if value is not None}
     out, lse = attend(q, k, v, softmax_scale, options, None, lengths, True, None, deterministic)
     return (out, lse, None) if return_attn_probs else out
+
+
+def _window(sizes) -> tuple[int | None, int | None]:
+    """Ours, where theirs has -1 for no limit."""
+    takes = "two integers, of which -1 is no limit"
+    if not isinstance(sizes, (tuple, list)):
+        fail("window_size", sizes, takes, TypeError)
+    if len(sizes) != 2:
+        fail("window_size", sizes, takes, ValueError)
+    if not all(hasattr(size, "__index__") and not isinstance(size, bool) for size in sizes):
+        fail("window_size", sizes, takes, TypeError)
+    return tuple(None if size < 0 else size for size in sizes)
 
 
 def flash_attn_kvpacked_func(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 
 import pytest
 
@@ -102,6 +103,27 @@ def test_an_open_window():
         q, k, v = tensors("flash_attn_func")
         ours = pyflash.flash_attention(q, k, v, window=(2, None))
         torch.testing.assert_close(flash_attn.flash_attn_func(q, k, v, window_size=(2, -1)), ours)
+
+
+@pytest.mark.parametrize(
+    "size", [3, "ab", None, (None, 0), (1, 2, 3), (1,), (1.0, 2.0), ("a", "b"), (True, 1)], ids=str
+)
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_bad_windows(name, size):
+    with pytest.raises(
+        (TypeError, ValueError), match=rf"^window_size: got {re.escape(repr(size))}, takes two integers"
+    ):
+        getattr(flash_attn, name)(*tensors(name), window_size=size)
+
+
+def test_windows_that_are_compiled():
+    q, k, v = tensors("flash_attn_func")
+    torch._dynamo.reset()
+    compiled = torch.compile(flash_attn.flash_attn_func, backend="aot_eager", fullgraph=True)
+    for size in ((2, 0), (3, -1), [1, 1]):
+        torch.testing.assert_close(
+            compiled(q, k, v, window_size=size), flash_attn.flash_attn_func(q, k, v, window_size=size)
+        )
 
 
 def test_deterministic_gradients_are_asked_for(monkeypatch):
