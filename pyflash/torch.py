@@ -303,6 +303,32 @@ def scaled_dot_product_attention(
     ------
     TypeError, ValueError, pyflash.Unsupported
     """
+    call = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+    if torch.compiler.is_compiling():
+        return _scaled_dot_product_attention(*call)
+    try:
+        BY_NAME["causal"].check(is_causal)
+        return _scaled_dot_product_attention(*call)
+    except (TypeError, ValueError, Unsupported) as error:
+        name, _, rest = str(error).partition(": ")
+        if name not in _THEIR_NAMES:
+            raise
+        raise type(error)(f"{_THEIR_NAMES[name]}: {rest}") from None
+
+
+_THEIR_NAMES = {
+    "q": "query",
+    "k": "key",
+    "v": "value",
+    "bias": "attn_mask",
+    "mask": "attn_mask",
+    "causal": "is_causal",
+    "softmax_scale": "scale",
+}
+
+
+def _scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
+    """It, with errors that name arguments of ours."""
     if attn_mask is not None and is_causal:
         raise ValueError("attn_mask: got a mask and is_causal=True, takes one of them")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -310,10 +336,12 @@ def scaled_dot_product_attention(
             got = f"{tensor.dim()} dimensions" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             raise (TypeError if got[0].isalpha() else ValueError)(f"{name}: got {got}, takes a tensor of 2 or more")
     if dropout_p == 1:  # nothing is left to compute with, but the gradients are to be zeros, too
-        return 0.0 * scaled_dot_product_attention(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa)
+        return 0.0 * _scaled_dot_product_attention(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa)
+    if isinstance(dropout_p, (int, float)) and not 0 <= dropout_p <= 1:
+        raise ValueError(f"dropout_p: got {dropout_p!r}, takes a number from 0 to 1")
     if min(query.dim(), key.dim(), value.dim()) == 2:
         tensors = [tensor[None] if tensor.dim() == 2 else tensor for tensor in (query, key, value)]
-        out = scaled_dot_product_attention(*tensors, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        out = _scaled_dot_product_attention(*tensors, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         return out[0] if max(query.dim(), key.dim(), value.dim()) == 2 else out
     if attn_mask is not None and not isinstance(attn_mask, torch.Tensor):
         raise TypeError(f"attn_mask: got {type(attn_mask).__name__}, takes a torch tensor")

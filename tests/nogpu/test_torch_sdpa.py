@@ -126,12 +126,38 @@ def test_what_torch_refuses_too(ours):
         ours(q, k.detach().numpy(), v)
     with pytest.raises(ValueError, match="^value: got 1 dimensions, takes a tensor of 2 or more"):
         ours(q, k, v[0, 0, 0])
-    with pytest.raises(ValueError, match="^dropout_p: got 1.5"):
-        ours(q, k, v, dropout_p=1.5)
+    for p in (1.5, 2, -0.1, float("nan")):
+        with pytest.raises(ValueError, match=f"^dropout_p: got {p}, takes a number from 0 to 1$"):
+            ours(q, k, v, dropout_p=p)
     with pytest.raises(ValueError, match=r"^query, key, value: got \(2, .*takes shapes that broadcast"):
         ours(q, torch.cat((k, k[:1])), torch.cat((v, v[:1])))
     with pytest.raises(TypeError, match="^attn_mask: got ndarray, takes a torch tensor"):
         ours(q, k, v, attn_mask=np.ones((5, 7), bool))
+
+
+@pytest.mark.parametrize(
+    "change, start",
+    [
+        (lambda q, k, v: {"query": q.int()}, "query: got dtype int32"),
+        (lambda q, k, v: {"key": k[..., :4]}, "key: got shape"),
+        (lambda q, k, v: {"value": v[:, :, :3]}, "value: got shape"),
+        (lambda q, k, v: {"value": v.float()}, "value: got dtype float32"),
+        (lambda q, k, v: {"query": q[:, :3], "key": k[:, :2], "value": v[:, :2], "enable_gqa": True}, "query: got 3 "),
+        (lambda q, k, v: {"attn_mask": torch.ones(3, 3, dtype=q.dtype)}, r"attn_mask: got shape \(3, 3\)"),
+        (lambda q, k, v: {"attn_mask": torch.ones(3, 3) > 0}, r"attn_mask: got shape \(3, 3\)"),
+        (lambda q, k, v: {"attn_mask": torch.ones(5, 7, dtype=torch.int32)}, "attn_mask: got dtype int32"),
+        (lambda q, k, v: {"scale": "x"}, "scale: got 'x'"),
+        (lambda q, k, v: {"is_causal": "y"}, "is_causal: got 'y'"),
+        (lambda q, k, v: {"dropout_p": "z"}, "dropout_p: got 'z'"),
+        (lambda q, k, v: {"key": torch._neg_view(k)}, "key: got a tensor with the negative bit set"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("gradient", [True, False])
+def test_errors_name_the_arguments_of_torch(ours, change, start, gradient):
+    tensors = [t if gradient else t.detach() for t in inputs()]
+    given = dict(zip(("query", "key", "value"), tensors, strict=True)) | change(*tensors)
+    with pytest.raises((TypeError, ValueError, pyflash.Unsupported), match=f"^{start}.*, takes "):
+        ours(**given)
 
 
 SHAPES_BEFORE_HEADS = [((2,), (1,)), ((2, 3), (2, 3)), ((2, 3), (3,)), ((2, 3), (1, 3)), ((1, 3), (2, 1))]
