@@ -339,6 +339,11 @@ def explain(
     -------
     Explanation
         Print it to read it; its attributes hold the plan and the figures.
+
+    Raises
+    ------
+    TypeError, ValueError, pyflash.Unsupported
+        As the call itself; ValueError also for a gpu that is not known.
     """
     for name, flag in (("backward", backward), ("deterministic", deterministic)):
         if not isinstance(flag, bool):

@@ -25,6 +25,11 @@ def causal(shift: int = 0):
     Returns
     -------
     function (batch, head, q_idx, kv_idx) -> bool
+
+    Raises
+    ------
+    TypeError
+        shift is no integer; the message names it, what it got and what it takes.
     """
     shift = _integer("shift", shift)
     return lambda batch, head, q_idx, kv_idx: kv_idx <= q_idx + shift
@@ -45,6 +50,11 @@ def sliding_window(left: int, right: int = 0, sinks: int = 0, shift: int = 0):
     Returns
     -------
     function (batch, head, q_idx, kv_idx) -> bool
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is no integer, or a negative one where that makes no sense.
     """
     left, right, sinks = _integer("left", left, 0), _integer("right", right, 0), _integer("sinks", sinks, 0)
     shift = _integer("shift", shift)
@@ -69,6 +79,11 @@ def prefix_lm(prefix, shift: int = 0):
     Returns
     -------
     function (batch, head, q_idx, kv_idx) -> bool
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is no integer, or a prefix is negative or an array of another shape.
     """
     shift = _integer("shift", shift)
     if _is_array(prefix):
@@ -91,6 +106,11 @@ def documents(ids, ids_k=None):
     Returns
     -------
     function (batch, head, q_idx, kv_idx) -> bool
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is no array, or one of another shape, or the two differ in dimensions.
     """
     ids_k = ids if ids_k is None else ids_k
     for name, array in (("ids", ids), ("ids_k", ids_k)):
@@ -119,6 +139,11 @@ def packed_documents(cu_seqlens, cu_seqlens_k=None):
     Returns
     -------
     function (batch, head, q_idx, kv_idx) -> bool
+
+    Raises
+    ------
+    TypeError, ValueError, pyflash.Unsupported
+        An argument is no array, or does not begin with 0, or falls, or lies where PyFlash does not run.
     """
     of_queries = _ids("cu_seqlens", cu_seqlens)
     return documents(of_queries, None if cu_seqlens_k is None else _ids("cu_seqlens_k", cu_seqlens_k))
@@ -134,6 +159,11 @@ def and_masks(*masks):
     Returns
     -------
     function (batch, head, q_idx, kv_idx) -> bool
+
+    Raises
+    ------
+    TypeError
+        There is none, or one that is no function.
     """
     return _combined(operator.and_, masks)
 
@@ -148,6 +178,11 @@ def or_masks(*masks):
     Returns
     -------
     function (batch, head, q_idx, kv_idx) -> bool
+
+    Raises
+    ------
+    TypeError
+        There is none, or one that is no function.
     """
     return _combined(operator.or_, masks)
 

@@ -75,6 +75,11 @@ def flash_attention_varlen(
     ------
     TypeError, ValueError, pyflash.Unsupported
         As `flash_attention`.
+
+    Notes
+    -----
+    The algorithm of `flash_attention` on the layout of the package flash-attn (Dao et al., `flash_attn_varlen_func`),
+    whose `cu_seqlens` these are. A tile is of one sequence; where that lies is read on the GPU.
     """
     options = {
         "causal": causal,
@@ -153,6 +158,10 @@ def flash_attention_varlen_backward(
     ------
     TypeError, ValueError, pyflash.Unsupported
         As `flash_attention`.
+
+    Notes
+    -----
+    The algorithm of `flash_attention_backward` on the layout of `flash_attention_varlen`.
     """
     options = {
         "causal": causal,

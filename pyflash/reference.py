@@ -19,8 +19,26 @@ from .features import Place, Sizes
 def attention(q, k, v, *, softmax_scale: float | None = None, seqused_q=None, seqused_k=None, **options):
     """softmax(score(softmax_scale * q k^T)) v and its log-sum-exp.
 
-    Returns `out` (batch, seqlen_q, heads_q, head_dim_v) and `lse` (batch, heads_q, seqlen_q), both float64. A row
-    that sees no key has out 0, and lse -inf or its sink; one past seqused_q has 0 and -inf.
+    Parameters
+    ----------
+    q : array (batch, seqlen_q, heads_q, head_dim)
+    k : array (batch, seqlen_k, heads_kv, head_dim)
+    v : array (batch, seqlen_k, heads_kv, head_dim_v)
+    softmax_scale, seqused_q, seqused_k, options
+        As for `pyflash.flash_attention`. Dropout needs its seed.
+
+    Returns
+    -------
+    out : float64 array (batch, seqlen_q, heads_q, head_dim_v)
+        0 in rows that see no key.
+    lse : float64 array (batch, heads_q, seqlen_q)
+        -inf there, or the sink; -inf past seqused_q.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `pyflash.flash_attention` of options, and of what is no array.
+        Shapes are not checked: where they do not fit, the error is NumPy's.
     """
     (q, k, v), options = _hosts(q=q, k=k, v=v), _hosted(options)
     if seqused_q is None and seqused_k is None:
@@ -32,7 +50,25 @@ def attention(q, k, v, *, softmax_scale: float | None = None, seqused_q=None, se
 def attention_varlen(
     q, k, v, cu_seqlens_q, cu_seqlens_k=None, *, softmax_scale=None, seqused_q=None, seqused_k=None, **options
 ):
-    """The same of packed sequences: `out` (tokens, heads_q, head_dim_v) and `lse` (heads_q, tokens)."""
+    """`attention` of packed sequences.
+
+    Parameters
+    ----------
+    q, k, v : arrays (tokens_q, heads_q, head_dim), (tokens_k, heads_kv, head_dim), (tokens_k, heads_kv, head_dim_v)
+    cu_seqlens_q, cu_seqlens_k, softmax_scale, seqused_q, seqused_k, options
+        As for `pyflash.flash_attention_varlen`. Dropout needs its seed.
+
+    Returns
+    -------
+    out : float64 array (tokens_q, heads_q, head_dim_v)
+    lse : float64 array (heads_q, tokens_q)
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `pyflash.flash_attention_varlen` of options, and of what is no array.
+        Shapes are not checked: where they do not fit, the error is NumPy's.
+    """
     lengths = _packed(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     q, k, v = (a[None] for a in _hosts(q=q, k=k, v=v))
     out, lse = _forward_of_each(q, k, v, lengths, softmax_scale, _hosted(options))
@@ -54,8 +90,31 @@ def attention_backward(
     seqused_k=None,
     **options,
 ):
-    """The gradients dq, dk, dv[, dbias][, dsinks][, dscore_mod] of sum(out * dout) + sum(lse * dlse), float64, in the
-    shapes of what they belong to."""
+    """The gradients of sum(out * dout) + sum(lse * dlse), in the shapes of what they belong to.
+
+    Parameters
+    ----------
+    dout : array (batch, seqlen_q, heads_q, head_dim_v)
+        The gradient of out.
+    q, k, v, softmax_scale, seqused_q, seqused_k, options
+        As for `attention`. Neither out nor lse is taken: both are computed again.
+    dlse : array (batch, heads_q, seqlen_q), optional
+        The gradient of lse.
+    return_dbias, return_dsinks, return_dscore_mod : bool
+        As for `pyflash.flash_attention_backward`.
+
+    Returns
+    -------
+    dq, dk, dv[, dbias][, dsinks] : float64 arrays
+    dscore_mod : tuple of float64 arrays
+        Only with ``return_dscore_mod``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `pyflash.flash_attention_backward` of options, and of what is no array.
+        Shapes are not checked: where they do not fit, the error is NumPy's.
+    """
     wanted, options = _wanted(return_dbias, return_dsinks, return_dscore_mod), _hosted(options)
     dout, q, k, v, dlse = _hosts(dout=dout, q=q, k=k, v=v, dlse=dlse)
     if seqused_q is None and seqused_k is None:
@@ -81,7 +140,31 @@ def attention_varlen_backward(
     seqused_k=None,
     **options,
 ):
-    """The same of packed sequences."""
+    """`attention_backward` of packed sequences.
+
+    Parameters
+    ----------
+    dout : array (tokens_q, heads_q, head_dim_v)
+        The gradient of out.
+    q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, seqused_q, seqused_k, options
+        As for `attention_varlen`.
+    dlse : array (heads_q, tokens_q), optional
+        The gradient of lse.
+    return_dbias, return_dsinks, return_dscore_mod : bool
+        As for `pyflash.flash_attention_backward`.
+
+    Returns
+    -------
+    dq, dk, dv[, dbias][, dsinks] : float64 arrays
+    dscore_mod : tuple of float64 arrays
+        Only with ``return_dscore_mod``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `pyflash.flash_attention_varlen_backward` of options, and of what is no array.
+        Shapes are not checked: where they do not fit, the error is NumPy's.
+    """
     lengths = _packed(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     found = _hosts(dout=dout, q=q, k=k, v=v, dlse=dlse)
     dout, q, k, v, dlse = (None if a is None else a[None] for a in found)

@@ -348,6 +348,48 @@ def test_everything_public_is_documented(name):
             assert re.search(rf"^[\w, ]*\b{parameter}\b[\w, ]*( :|$)", text, re.MULTILINE), f"{name}: {parameter}"
 
 
+CALLS = (
+    *(pyflash.flash_attention, pyflash.flash_attention_backward, pyflash.explain, pyflash.block_mask),
+    *(pyflash.flash_attention_varlen, pyflash.flash_attention_varlen_backward),
+    *(x for n, x in vars(pyflash.masks).items()
+      if inspect.isfunction(x) and x.__module__ == "pyflash.masks" and n[0] != "_"),
+    *(x for n, x in vars(reference).items() if n.startswith("attention")),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("function", CALLS, ids=lambda function: f"{function.__module__}.{function.__name__}")
+def test_calls_say_what_they_take_give_and_raise(function):
+    text = inspect.getdoc(function)
+    titles = re.findall(r"^(\w+)\n-+$", text, re.MULTILINE)
+    assert titles[:3] == ["Parameters", "Returns", "Raises"], text
+    for parameter in inspect.signature(function).parameters:
+        assert re.search(rf"^[\w, ]*\b{parameter}\b[\w, ]*( :|$)", text, re.MULTILINE), parameter
+    raises = text.partition("Raises\n------\n")[2]
+    assert re.match(
+        r"(TypeError|ValueError|pyflash\.Unsupported)(, (ValueError|pyflash\.Unsupported))*\n    \w", raises
+    )
+
+
+def test_masks_raise_what_they_say():
+    """The errors that their documentation names, and no others."""
+    bad = {
+        "causal": [{"shift": 0.5}],
+        "sliding_window": [{"left": "a"}, {"left": -1}, {"left": 1, "right": None}, {"left": 1, "sinks": -1}],
+        "prefix_lm": [{"prefix": -1}, {"prefix": "a"}, {"prefix": np.ones((2, 2))}],
+        "documents": [{"ids": 3}, {"ids": np.ones((2, 2, 2))}, {"ids": np.ones(2), "ids_k": np.ones((2, 2))}],
+        "packed_documents": [{"cu_seqlens": x} for x in ([0], np.array([1, 2]), np.array([0, 2, 1]), np.ones((1, 2)))],
+        "and_masks": [(), (3,)],
+        "or_masks": [(), (3,)],
+    }  # fmt: skip
+    assert set(bad) == {x.__name__ for x in CALLS if x.__module__ == pyflash.masks.__name__}
+    for name, calls in bad.items():
+        function, said = getattr(pyflash.masks, name), inspect.getdoc(getattr(pyflash.masks, name))
+        for given in calls:
+            with pytest.raises((TypeError, ValueError)) as caught:
+                function(**given) if isinstance(given, dict) else function(*given)
+            assert type(caught.value).__name__ in said.partition("Raises")[2]
+
+
 def test_errors_are_what_the_standard_library_knows():
     assert issubclass(pyflash.Unsupported, NotImplementedError)
     assert issubclass(pyflash.CompileError, RuntimeError) and issubclass(pyflash.LaunchError, RuntimeError)
