@@ -309,6 +309,18 @@ def test_the_negative_bit_is_refused(name, dtype):
         pyflash.flash_attention(**given)
 
 
+def test_the_negative_bit_of_a_tensor_on_a_gpu():
+    """Whose address is taken as it is: nothing behind would notice."""
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    q, _, _ = (t.as_subclass(OnGpu) for t in tensors())
+    assert arrays.kind_of(q, "q") is arrays.TORCH
+    with pytest.raises(pyflash.Unsupported, match="^q: got a tensor with the negative bit set"):
+        arrays.kind_of(negative(q), "q")
+
+
 def test_the_negative_bit_of_a_complex_tensors_part():
     q, k, v = tensors()
     part = torch.complex(k, -v[..., :8]).conj().imag
