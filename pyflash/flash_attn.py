@@ -7,6 +7,7 @@ What PyFlash cannot do raises `pyflash.Unsupported`, naming the argument.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from . import torch as glue
@@ -100,7 +101,8 @@ def _window(sizes) -> tuple[int | None, int | None]:
         fail("window_size", sizes, takes, TypeError)
     if len(sizes) != 2:
         fail("window_size", sizes, takes, ValueError)
-    if not all(hasattr(size, "__index__") and not isinstance(size, bool) for size in sizes):
+    # What torch.compile takes for a number that varies is an int, and is asked for nothing but its type.
+    if not all(isinstance(size, (int, np.integer)) and not isinstance(size, bool) for size in sizes):
         fail("window_size", sizes, takes, TypeError)
     return tuple(None if size < 0 else size for size in sizes)
 
