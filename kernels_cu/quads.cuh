@@ -4,22 +4,27 @@
 #pragma once
 #include "tile_sm90.cuh"
 
+// A lane's units of 16 bytes in a row: every fourth. Columns from `columns` on do not exist, and become zeros.
+template <int UNIT_COLUMNS, int LOADS>
+__device__ __forceinline__ void load_units(u32 (&x)[LOADS][4], const void* row, int columns, int lane) {
+#pragma unroll
+  for (int k = 0; k < LOADS; k++) {
+    const int unit = 4 * k + lane % 4;
+#pragma unroll
+    for (u32& word : x[k]) word = 0;
+    if (unit * UNIT_COLUMNS < columns) {
+      ld_global_v4(x[k], static_cast<const unsigned char*>(row) + unit * UNIT_BYTES);
+    }
+  }
+}
+
 // COLUMNS 16-bit elements. Of a row that begins at a multiple of 16 bytes and has a multiple of 8 columns.
 template <int COLUMNS> struct QuadPairs {
   static constexpr int UNIT_COLUMNS = 8, UNITS = COLUMNS / UNIT_COLUMNS, LOADS = (UNITS + 3) / 4;
   u32 x[LOADS][4];
 
-  // Columns from `columns` on do not exist, and become zeros.
   __device__ __forceinline__ void load(const void* row, int columns, int lane) {
-#pragma unroll
-    for (int k = 0; k < LOADS; k++) {
-      const int unit = 4 * k + lane % 4;
-#pragma unroll
-      for (u32& word : x[k]) word = 0;
-      if (unit * UNIT_COLUMNS < min(columns, COLUMNS)) {
-        ld_global_v4(x[k], static_cast<const unsigned char*>(row) + unit * UNIT_BYTES);
-      }
-    }
+    load_units<UNIT_COLUMNS>(x, row, min(columns, COLUMNS), lane);
   }
   __device__ __forceinline__ void arrange(int lane) {
 #pragma unroll
@@ -43,15 +48,7 @@ template <int COLUMNS> struct QuadBits {
   u32 x[LOADS][4];
 
   __device__ __forceinline__ void load(const void* row, int columns, int lane) {
-#pragma unroll
-    for (int k = 0; k < LOADS; k++) {
-      const int unit = 4 * k + lane % 4;
-#pragma unroll
-      for (u32& word : x[k]) word = 0;
-      if (unit * UNIT_COLUMNS < min(columns, COLUMNS)) {
-        ld_global_v4(x[k], static_cast<const unsigned char*>(row) + unit * UNIT_BYTES);
-      }
-    }
+    load_units<UNIT_COLUMNS>(x, row, min(columns, COLUMNS), lane);
   }
   // Those of the lane's columns, each at its place().
   __device__ __forceinline__ u32 bits(int lane) const {

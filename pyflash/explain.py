@@ -19,7 +19,7 @@ from .tiles import FAMILIES, KERNELS, Row
 
 # Share of the data sheet's FLOP/s at 4k to 16k, between causal and not, head_dim 128; by family and direction.
 _REACHED = {("sm90", False): 0.72, ("sm90", True): 0.57}
-_LAUNCH_SECONDS = 3e-6  # which a kernel takes that has next to nothing to do
+_LAUNCH_SECONDS = 3e-6  # assumed of a kernel that has next to nothing to do
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Explanation:
             f"{reached:.0%} of the data sheet's FLOP/s, as measured for long sequences of head_dim 128 on an H200":
                 self.compute_seconds / reached,
             "the traffic at the data sheet's bandwidth, which is the least": self.memory_seconds,
-            "what launches take with little to do": _LAUNCH_SECONDS * len(self.plan.launches),
+            f"{duration(_LAUNCH_SECONDS)} a launch, which is assumed": _LAUNCH_SECONDS * len(self.plan.launches),
         }  # fmt: skip
 
     @property

@@ -65,9 +65,7 @@ def flash_attention(q, k, v, *, return_lse: bool = False, deterministic: bool = 
     differentiable = (*_DIFFERENTIABLE, *_learned(functions))
     for name, array in arrays.items():
         if name not in differentiable and isinstance(array, jax.core.Tracer):
-            kind_of(
-                jax.lax.stop_gradient(array), name
-            )  # raises where it is not, or not only, a gradient that is traced
+            kind_of(jax.lax.stop_gradient(array), name)  # raises if more is traced than a gradient
             takes = "one that is not: it has no gradient"
             raise ValueError(f"{argument(name)}: got an array that is traced, takes {takes}")
     scalars = tuple((name, value) for name, value in options.items() if name not in arrays)
