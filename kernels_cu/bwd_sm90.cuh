@@ -172,9 +172,9 @@ __device__ __forceinline__ const float* delta_of(const Params& p, int batch, int
 template <class Smem>
 __device__ __forceinline__ bool must_be_made_finite(Smem& smem, const Work& tile, const QueryVisit& visit, int at, u32 parity,
                                                     int lane) {
-  if (!HIDES_KEYS || !tile.queries.hides(visit)) return false;
-  mbarrier_wait(&smem.values_full[at], parity);
-  return uniform(lane == 0 ? smem.lse_nonfinite[at] | smem.delta_nonfinite[at] : 0);
+  if (!HIDES_KEYS) return false;
+  mbarrier_wait(&smem.values_full[at], parity);  // in every visit, as its phases go on in every visit
+  return tile.queries.hides(visit) && uniform(lane == 0 ? smem.lse_nonfinite[at] | smem.delta_nonfinite[at] : 0);
 }
 
 // Instead of load_tile: the TILE_M queries from m0 on of q or do, copied by hand without inf and NaN, as one arrival on
