@@ -1,4 +1,4 @@
-// What functions that a user wrote are made of, in programs that have such functions: trace.py writes them below this.
+// What functions that a user wrote are made of, in programs that have such functions: graphs.py writes them below this.
 #pragma once
 #include "softmax.cuh"
 #include "sums.cuh"

@@ -8,12 +8,17 @@ from __future__ import annotations
 import types
 from collections.abc import Callable
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
 _NO_ARRAYS = (np.generic, type, types.ModuleType)
 _DEPTH = 4  # of functions and modules in each other, as far as they are looked into
 _TRACERS = "pyflash.trace"  # whose functions are taken as they are
+_OF_MODULES = (bool, int, float, types.ModuleType)  # what is looked at in modules
+
+
+Steps = tuple[tuple[str, object], ...]  # from a function to what it captures: through which attribute, under which key
 
 
 class Unknown(Exception):
@@ -35,33 +40,69 @@ def _names(code: types.CodeType) -> set[str]:
     return set(code.co_names).union(*inner)
 
 
-def _defaults(function: types.FunctionType) -> dict[str, object]:
-    """Of arguments."""
-    defaults, code = function.__defaults__ or (), function.__code__
-    return dict(zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults, strict=True))
+def _defaulted(function: types.FunctionType) -> tuple[str, ...]:
+    """The arguments that have defaults."""
+    code = function.__code__
+    return code.co_varnames[code.co_argcount - len(function.__defaults__ or ()) : code.co_argcount]
+
+
+def _places(function: types.FunctionType) -> dict[str, tuple[str, object]]:
+    """Where a function finds what lies outside of its arguments, by name: the steps that lead from it there."""
+    code = function.__code__
+    found = {name: ("__globals__", name) for name in sorted(_names(code)) if name in function.__globals__}
+    found |= {name: ("__closure__", i) for i, name in enumerate(code.co_freevars)}
+    found |= {name: ("__defaults__", i) for i, name in enumerate(_defaulted(function))}
+    return found | {name: ("__kwdefaults__", name) for name in function.__kwdefaults__ or ()}
+
+
+def reached(value, steps: Steps):
+    """What lies at the end of some steps. torch.compile follows them, and so knows when that changes."""
+    for place, key in steps:
+        if place == "item":
+            value = value[key]
+        elif place == "attribute":
+            value = getattr(value, key)
+        else:
+            value = getattr(value, place)[key]
+            value = value.cell_contents if place == "__closure__" else value
+    return value
 
 
 def captured(function: types.FunctionType) -> dict[str, object]:
     """What a function finds outside of its arguments, by name."""
-    names, code = _names(function.__code__), function.__code__
-    found = {name: function.__globals__[name] for name in sorted(names) if name in function.__globals__}
-    found |= dict(zip(code.co_freevars, (cell.cell_contents for cell in function.__closure__ or ()), strict=True))
-    return found | _defaults(function) | (function.__kwdefaults__ or {})
+    return {name: reached(function, (place,)) for name, place in _places(function).items()}
 
 
-def _inner(value, path: str) -> dict[str, object]:
-    """What is looked into of a captured value, by where it lies."""
+class Found(NamedTuple):
+    """What a function captures, or what that captures in turn."""
+
+    path: str  # of names
+    steps: Steps
+    value: object
+
+
+def _inner(found: Found, names: set[str]) -> list[Found]:
+    """What is looked into of it; of a module what `names` can ask for."""
+    path, steps, value = found
     if isinstance(value, types.FunctionType) and value.__module__ != _TRACERS:
-        return {f"{path}.{name}": x for name, x in captured(value).items()}
-    return {f"{path}[{i}]": x for i, x in enumerate(value)} if isinstance(value, tuple) else {}
+        inner = {f"{path}.{name}".removeprefix("."): place for name, place in _places(value).items()}
+    elif isinstance(value, tuple):
+        inner = {f"{path}[{i}]": ("item", i) for i in range(len(value))}
+    elif isinstance(value, types.ModuleType):
+        inner = {f"{path}.{n}": ("attribute", n) for n in names if isinstance(getattr(value, n, None), _OF_MODULES)}
+    else:
+        inner = {}
+    return [Found(at, (*steps, step), reached(value, (step,))) for at, step in inner.items()]
 
 
-def arrays(function: types.FunctionType) -> dict[str, object]:
-    """The arrays that a function captures, by where they lie: under a name, or a path of names."""
-    found, values = {}, captured(function)
+def everything(function: types.FunctionType) -> list[Found]:
+    """All that a function captures, as deep as it is looked into."""
+    found, names = [], set()
+    last = [Found("", (), function)]
     for _ in range(_DEPTH + 1):
-        found |= {path: value for path, value in values.items() if is_array(value)}
-        values = {path: x for outer, value in values.items() for path, x in _inner(value, outer).items()}
+        names = names.union(*(_names(x.value.__code__) for x in last if isinstance(x.value, types.FunctionType)))
+        last = [x for outer in last for x in _inner(outer, names)]
+        found += last
     return found
 
 
@@ -74,7 +115,8 @@ def standing_in(function: types.FunctionType, table: Callable[[str, object], obj
         if depth < _DEPTH and isinstance(value, tuple):
             made = tuple([replaced(x, f"{path}[{i}]", depth + 1) for i, x in enumerate(value)])
             return made if any(x is not y for x, y in zip(made, value, strict=True)) else value
-        return inside(value, f"{path}.", depth + 1) if depth < _DEPTH and _inner(value, path) else value
+        looked_into = isinstance(value, types.FunctionType) and value.__module__ != _TRACERS
+        return inside(value, f"{path}.", depth + 1) if depth < _DEPTH and looked_into else value
 
     def inside(function, prefix: str, depth: int):
         found = captured(function)
@@ -87,7 +129,9 @@ def standing_in(function: types.FunctionType, table: Callable[[str, object], obj
             types.CellType(changed[name]) if name in changed else cell
             for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True)
         )
-        defaults = tuple(changed.get(n, x) for n, x in _defaults(function).items())
+        defaults = tuple(
+            changed.get(n, x) for n, x in zip(_defaulted(function), function.__defaults__ or (), strict=True)
+        )
         made = types.FunctionType(code, {**function.__globals__, **changed}, function.__name__, defaults, closure)
         made.__kwdefaults__ = {n: changed.get(n, x) for n, x in (function.__kwdefaults__ or {}).items()}
         return made
@@ -108,9 +152,8 @@ def _key(value, names: set[str], depth: int):
         return type(value), repr(value)
     if isinstance(value, types.ModuleType) and depth < _DEPTH:
         found = ((name, getattr(value, name, None)) for name in names)
-        inner = (bool, int, float, types.ModuleType)
         return id(value), tuple(
-            sorted((name, repr(_key(x, names, depth + 1))) for name, x in found if isinstance(x, inner))
+            sorted((name, repr(_key(x, names, depth + 1))) for name, x in found if isinstance(x, _OF_MODULES))
         )
     if isinstance(value, tuple) and depth < _DEPTH:
         return tuple([_key(x, names, depth + 1) for x in value])
@@ -118,4 +161,4 @@ def _key(value, names: set[str], depth: int):
         return function_key(value, depth + 1)
     if isinstance(value, (types.BuiltinFunctionType, np.ufunc)) or getattr(value, "__module__", "") == _TRACERS:
         return id(value)
-    raise Unknown
+    raise Unknown(f"a {type(value).__name__}")

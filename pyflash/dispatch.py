@@ -180,4 +180,4 @@ def _check_target(kind: arrays.Kind, seen: arrays.Inspected, made: problem.Probl
             raise ValueError(f"out: got memory that overlaps {name}'s, takes memory of its own; call {made}")
 
 
-entry.run = run
+entry.read, entry.run = read, run

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from . import trace
+from . import graphs, trace
 from .blocks import EMPTY, FULL, BlockMask, Blocks
 from .feature import Feature, Field, Place, Sizes, fail, read_number
 
@@ -273,7 +273,7 @@ class _Dropout(Feature):
 
 
 class _Function(Feature):
-    """A Python function, traced. Its value is a trace.Mod."""
+    """A Python function, traced. Its value is a graphs.Mod."""
 
     by_element = True
 
@@ -281,9 +281,9 @@ class _Function(Feature):
         return trace.trace(self.name, value)
 
     def places(self, at: Place) -> dict[str, np.ndarray]:
-        return dict(zip(trace.INPUTS["mask_mod"], at.indices(), strict=True))
+        return dict(zip(graphs.INPUTS["mask_mod"], at.indices(), strict=True))
 
-    def evaluated(self, graph: trace.Graph, value: trace.Mod, at: Place, real: type, **score) -> np.ndarray:
+    def evaluated(self, graph: graphs.Graph, value: graphs.Mod, at: Place, real: type, **score) -> np.ndarray:
         found = graph.evaluate({**score, **self.places(at)}, value.arrays, real)
         return np.broadcast_to(found, [part.stop - part.start for part in at[:4]])
 
@@ -332,8 +332,8 @@ class _Captured(Feature):
         self.name = f"mod_array_{place}"
         self.fields = (
             Field(self.name, "pointer", "const void*", "what a function captures; SCORE_MOD, MASK_MOD"),
-            Field(f"{self.name}_stride", "i64", "long long", "elements: each dimension", trace.MAX_DIMENSIONS),
-            Field(f"{self.name}_size", "i32", "int", "of each dimension", trace.MAX_DIMENSIONS),
+            Field(f"{self.name}_stride", "i64", "long long", "elements: each dimension", graphs.MAX_DIMENSIONS),
+            Field(f"{self.name}_size", "i32", "int", "of each dimension", graphs.MAX_DIMENSIONS),
             Field(f"d{self.name}", "pointer", "{real}*", "its gradient, contiguous, zeroed; null: not wanted"),
         )
 
@@ -341,10 +341,10 @@ class _Captured(Feature):
         return None if 0 not in shape or 0 in sizes else "one with elements"
 
     def dtypes(self, dtype, real):
-        return tuple(trace.ELEMENTS)
+        return tuple(graphs.ELEMENTS)
 
     def values(self, value, softmax_scale, sizes):
-        unused = (0,) * (trace.MAX_DIMENSIONS - len(value.shape))
+        unused = (0,) * (graphs.MAX_DIMENSIONS - len(value.shape))
         return {f"{self.name}_stride": (*value.strides, *unused), f"{self.name}_size": (*value.shape, *unused)}
 
 
@@ -390,12 +390,12 @@ FEATURES: tuple[Feature, ...] = (
     _Causal(), _Window(), _Softcap(), _AlibiSlopes(), _Bias(), _Mask(), _Sinks(), _ScoreMod(), _MaskMod(), _BlockMask(),
     _Dropout(),
 )  # fmt: skip
-CAPTURED = tuple(_Captured(place) for place in range(trace.MAX_ARRAYS))
+CAPTURED = tuple(_Captured(place) for place in range(graphs.MAX_ARRAYS))
 BLOCK_LISTS = (
     _BlockLists("key_blocks", "(batch, heads, blocks of queries, 1 + blocks of keys)"),
     _BlockLists("query_blocks", "(batch, heads, blocks of keys, 1 + blocks of queries)"),
 )
-FUNCTIONS = tuple(trace.INPUTS)  # the features that are functions
+FUNCTIONS = tuple(graphs.INPUTS)  # the features that are functions
 HOLDERS = {**dict.fromkeys(FUNCTIONS, CAPTURED), "block_mask": BLOCK_LISTS}  # scalars with `arrays`, and what these are
 BY_NAME = {feature.name: feature for feature in FEATURES + CAPTURED + BLOCK_LISTS}
 _DEFAULTS = {name: feature.default for name, feature in BY_NAME.items()} | {"seed": None}
@@ -409,8 +409,7 @@ def check(options: Mapping[str, object]) -> dict[str, object]:
     if not options.keys() <= _DEFAULTS.keys():
         raise TypeError(f"unknown options {sorted(options.keys() - _DEFAULTS.keys())}, takes {sorted(BY_NAME)}")
     if isinstance(block_mask := options.get("block_mask"), BlockMask):
-        if (function := options.get("mask_mod")) is not None:
-            fail("mask_mod", function, "None where there is a block_mask, which has one of its own", ValueError)
+        check_alone(options.get("mask_mod"))
         options = {**options, "mask_mod": block_mask.mask_mod}
     on = {}
     for name, default in DEFAULTS.items():
@@ -431,11 +430,17 @@ def check(options: Mapping[str, object]) -> dict[str, object]:
         on["dropout_p"] = on["dropout_p"], check_seed(options["seed"])
     if not on.keys().isdisjoint(HOLDERS):
         if functions := [name for name in FUNCTIONS if name in on]:
-            on |= dict(zip(functions, trace.joined([on[name] for name in functions]), strict=True))
+            on |= dict(zip(functions, graphs.joined([on[name] for name in functions]), strict=True))
         for name in [name for name in HOLDERS if name in on]:
             if arrays := tuple(options[slot.name] for slot in HOLDERS[name] if slot.name in options):
                 on[name] = on[name]._replace(arrays=arrays)
     return on
+
+
+def check_alone(mask_mod: object) -> None:
+    """That there is none beside a block mask."""
+    if mask_mod is not None:
+        fail("mask_mod", mask_mod, "None where there is a block_mask, which has one of its own", ValueError)
 
 
 def parted(on: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:

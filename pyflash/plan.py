@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from . import features, params, scores, sequences, sizes, sums
 from .device import Device
 from .errors import Unsupported
+from .graphs import INPUTS, Graph
 from .problem import DTYPES, REAL_DTYPES, Problem, Tensor
 from .tiles import FAMILIES, KERNELS, Kernel, Row
-from .trace import INPUTS, Graph
 
 _WORKSPACE_ALIGNMENT, MAX_GRID = 256, 2**31 - 1
 _WG_ROWS = 64  # rows of a warpgroup

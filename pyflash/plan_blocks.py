@@ -11,10 +11,10 @@ from .blocks import Blocks, kinds_of, lists_of
 from .device import Device
 from .errors import Unsupported
 from .features import Place, Sizes
+from .graphs import INPUTS, Mod
 from .plan import MAX_GRID, Launch, Plan
 from .problem import Tensor, contiguous
 from .tiles import KERNELS
-from .trace import INPUTS, Mod
 
 _REAL = "double"  # what functions compute with here, as in the oracle
 

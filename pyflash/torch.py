@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 
 import torch
 
-from . import entry
+from . import entry, graphs, sequences
+from .blocks import Blocks
 from .errors import Unsupported
-from .features import BY_NAME, CAPTURED, FEATURES
+from .features import BY_NAME, CAPTURED, FUNCTIONS
 from .problem import argument
 
-_ARRAYS = tuple(feature.name for feature in FEATURES if feature.is_array)
+_ARRAYS = tuple(name for name, feature in BY_NAME.items() if feature.is_array)
 
 # The options that have gradients, in the order in which `flash_attention_backward` returns them.
 _DIFFERENTIABLE = tuple(
@@ -31,12 +32,16 @@ _MORE = (*_DIFFERENTIABLE, *(slot.name for slot in CAPTURED))  # names that tens
 def records(given: Mapping[str, torch.Tensor], scalars: tuple[tuple[str, object], ...] = ()) -> bool:
     """Whether autograd must be told of a call. Raises where it would ask for a gradient that there is not. Functions
     are among the `scalars`, and what they capture among what is `given`."""
+    return _records(given, lambda: _learned(dict(scalars)))
+
+
+def _records(given: Mapping[str, torch.Tensor], learned: Callable[[], Sequence[str]]) -> bool:
     found = False
     if torch.is_grad_enabled():
         for name, tensor in given.items():
             if tensor.requires_grad:
                 found = True
-                if name not in _WITH_GRADIENTS and name not in _learned(dict(scalars)):
+                if name not in _WITH_GRADIENTS and name not in learned():
                     takes = "one that does not: it has no gradient"
                     raise ValueError(f"{argument(name)}: got a tensor that requires grad, takes {takes}")
     return found
@@ -74,15 +79,31 @@ def traced(q, k, v, options: dict[str, object], deterministic: bool):
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     if options.get("dropout_p") and options.get("seed") is None:
         options = {**options, "seed": torch.randint(2**63 - 1, ())}  # drawn when what is compiled runs
-    records({name: options[name] for name in _ARRAYS if isinstance(options.get(name), torch.Tensor)})
+    options, learned = _without_functions(options)
+    arrays = {name: options[name] for name in _ARRAYS if isinstance(options.get(name), torch.Tensor)}
+    _records(arrays, lambda: learned)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     return torch.ops.pyflash.attention(q, k, v, *_flattened(options), deterministic)
 
 
 def traced_backward(dout, q, k, v, out, lse, dlse, options: dict[str, object], deterministic: bool, wanted):
     """What `flash_attention_backward` returns, likewise; `wanted` are the options to differentiate."""
+    options, learned = _without_functions(options)
+    names = [name for option in wanted for name in (learned if option == "score_mod" else [option])]
     flat = _flattened(options)
-    return torch.ops.pyflash.attention_backward(dout, q, k, v, out, lse, dlse, *flat, deterministic, wanted)
+    found = torch.ops.pyflash.attention_backward(dout, q, k, v, out, lse, dlse, *flat, deterministic, names)
+    more = dict(zip(names, found[3:], strict=True))
+    by_option = [tuple([more[n] for n in learned]) if option == "score_mod" else more[option] for option in wanted]
+    return (*found[:3], *by_option)
+
+
+def _without_functions(options: dict[str, object]) -> tuple[dict[str, object], Sequence[str]]:
+    """With text in their place, and the tensors that they capture beside it; and which of these have gradients."""
+    if all(options[name] is None for name in (*FUNCTIONS, "block_mask")):
+        return options, ()
+    from . import torch_compile
+
+    return torch_compile.flat(options)
 
 
 # ---- Gradients
@@ -138,10 +159,14 @@ class _Attention(torch.autograd.Function):
 
 def _run_backward(kept, wanted, dout, dlse, out, lse, *tensors):
     given = dict(zip(kept.names, tensors, strict=True))
+    return _computed_backward(kept.call, given, wanted, dout, dlse, out, lse, kept.deterministic)
+
+
+def _computed_backward(call, given, wanted, dout, dlse, out, lse, deterministic) -> tuple[torch.Tensor, ...]:
     given["dout"], given["o"], given["lse"] = dout, out, lse
     if dlse is not None:
         given["dlse"] = dlse
-    results = entry.run(kept.call, given, backward=True, deterministic=kept.deterministic, gradients=wanted)
+    results = entry.run(call, given, backward=True, deterministic=deterministic, gradients=tuple(wanted))
     return tuple([results[f"d{name}"] for name in ("q", "k", "v", *wanted)])
 
 
@@ -156,7 +181,8 @@ class _RecordedBackward(torch.autograd.Function):
 
 
 # ---- Operators. Options come as JSON, in which a string is the place of a tensor in `arrays`, and a number that of a
-# number in `numbers`: one that varies does not make torch compile anew.
+# number in `numbers`: one that varies does not make torch compile anew. Functions are there as the graphs that they are
+# traced to, and so in a program that is exported.
 
 
 def _flattened(options: dict[str, object]) -> tuple[list[torch.Tensor], list[int | float], str]:
@@ -178,20 +204,22 @@ def _flattened(options: dict[str, object]) -> tuple[list[torch.Tensor], list[int
             f"torch.compile takes options that are numbers, tensors or tuples, not a {type(value).__name__}"
         )
 
-    text = ",".join([f'"{name}":{form(value)}' for name, value in options.items() if value is not None])
-    return arrays, numbers, "{" + text + "}"
+    forms = {n: x if n in FUNCTIONS else form(x) for n, x in options.items() if x is not None}
+    return arrays, numbers, "{" + ",".join([f'"{name}":{text}' for name, text in forms.items()]) + "}"
 
 
 def _unflattened(options: str, arrays: list[torch.Tensor], numbers: list[int | float]) -> dict[str, object]:
     restored = _restored(_parsed(options), arrays, numbers)
     if isinstance(restored.get("seed"), torch.Tensor):
         restored["seed"] = int(restored["seed"])  # a tensor of the CPU: nothing waits for the GPU
+    if "block_mask" in restored:
+        restored["block_mask"] = Blocks(*restored["block_mask"])
     return restored
 
 
-@lru_cache
+@lru_cache(maxsize=1024)
 def _parsed(options: str) -> dict[str, object]:
-    return json.loads(options)
+    return {n: graphs.from_json(form) if n in FUNCTIONS else form for n, form in json.loads(options).items()}
 
 
 def _names(options: str) -> list[str]:
@@ -206,7 +234,7 @@ def _restored(form, arrays, numbers):
         return tuple(_restored(value, arrays, numbers) for value in form)
     if isinstance(form, str):
         return arrays[int(form)]
-    return form if form is None or isinstance(form, bool) else numbers[form]
+    return form if form is None or isinstance(form, (bool, graphs.Mod)) else numbers[form]
 
 
 _OPTIONS = "Tensor[] arrays, Scalar[] numbers, str options"
@@ -222,11 +250,18 @@ torch.library.define(
 )
 
 
+def _read(given: dict[str, torch.Tensor], arrays, numbers, options):
+    restored = _unflattened(options, arrays, numbers)
+    lengths = {name: restored.pop(name) for name in sequences.ARRAYS + sequences.LONGEST if name in restored}
+    return entry.read(given, restored.pop("softmax_scale", None), restored, restored.pop("seed", None), lengths)
+
+
 @torch.library.impl("pyflash::attention", _DEVICES)
 def _forward_operator(q, k, v, arrays, numbers, options, deterministic):
-    restored = _unflattened(options, arrays, numbers)
-    function = entry.varlen_forward if "cu_seqlens_q" in restored else entry.forward
-    return function(q, k, v, return_lse=True, **restored)
+    given = {"q": q, "k": k, "v": v}
+    call = _read(given, arrays, numbers, options)
+    results = entry.run(call, given, wants_lse=True)
+    return results["o"], results["lse"]
 
 
 @torch.library.register_fake("pyflash::attention")
@@ -238,9 +273,9 @@ def _forward_fake(q, k, v, arrays, numbers, options, deterministic):
 
 @torch.library.impl("pyflash::attention_backward", _DEVICES)
 def _backward_operator(dout, q, k, v, out, lse, dlse, arrays, numbers, options, deterministic, wanted):
-    restored = _unflattened(options, arrays, numbers) | {f"return_d{name}": True for name in wanted}
-    function = entry.varlen_backward if "cu_seqlens_q" in restored else entry.backward
-    return list(function(dout, q, k, v, out, lse, dlse=dlse, deterministic=deterministic, **restored))
+    given = {"q": q, "k": k, "v": v}
+    call = _read(given, arrays, numbers, options)
+    return list(_computed_backward(call, given, wanted, dout, dlse, out, lse, deterministic))
 
 
 @torch.library.register_fake("pyflash::attention_backward")

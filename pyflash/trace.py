@@ -1,4 +1,4 @@
-"""Python functions of scores and positions, traced into graphs: what NumPy evaluates and what the kernels compile.
+"""Python functions of scores and positions, traced into graphs.
 
 A function is called once, with tracers in place of numbers. What it does to them is recorded, as is what it reads of
 the arrays that it captures; captured Python numbers become constants. The derivatives by the score, and by what is
@@ -8,242 +8,22 @@ read of arrays, follow from the record.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import NamedTuple
+from collections.abc import Callable
 
 import numpy as np
 
 from . import captured
+from .graphs import ELEMENTS, INPUTS, MAX_ARRAYS, MAX_DIMENSIONS, OPERATIONS, RANK, Mod, Node, reduced
 
-MAX_ARRAYS, MAX_DIMENSIONS = 4, 4
-INPUTS = {"score_mod": ("score", "batch", "head", "q_idx", "kv_idx"), "mask_mod": ("batch", "head", "q_idx", "kv_idx")}
-
-# Kinds of numbers, each of which holds those before it: their C type and their NumPy type ("real" is that of lse).
-_KINDS = {"bool": ("bool", np.bool_), "int": ("int", np.int32), "long": ("i64", np.int64), "real": ("Real", None)}
-_RANK = {kind: rank for rank, kind in enumerate(_KINDS)}
-
-# What a captured array may hold: the type in the kernels, and the kind of what is read.
-ELEMENTS = {
-    "bool": ("unsigned char", "bool"),
-    "int32": ("int", "int"),
-    "int64": ("i64", "long"),
-    "float16": ("fp16", "real"),
-    "bfloat16": ("bf16", "real"),
-    "float32": ("float", "real"),
-    "float64": ("double", "real"),
-}
-
-
-class _Operation(NamedTuple):
-    """What an operation is in C and in NumPy, and what it takes."""
-
-    c: str
-    numpy: Callable
-    takes: str  # numbers, integers, bits (integers or booleans), reals, comparable
-
-
-_OPERATIONS = {
-    "add": _Operation("{0} + {1}", np.add, "numbers"),
-    "subtract": _Operation("{0} - {1}", np.subtract, "numbers"),
-    "multiply": _Operation("{0} * {1}", np.multiply, "numbers"),
-    "divide": _Operation("divide({0}, {1})", np.true_divide, "reals"),
-    "floor_divide": _Operation("floor_divide({0}, {1})", np.floor_divide, "integers"),
-    "remainder": _Operation("remainder({0}, {1})", np.remainder, "integers"),
-    "negative": _Operation("-{0}", np.negative, "numbers"),
-    "absolute": _Operation("{0} < 0 ? -{0} : {0}", np.absolute, "numbers"),
-    "minimum": _Operation("{0} < {1} || {0} != {0} ? {0} : {1}", np.minimum, "numbers"),
-    "maximum": _Operation("{0} > {1} || {0} != {0} ? {0} : {1}", np.maximum, "numbers"),
-    "less": _Operation("{0} < {1}", np.less, "comparable"),
-    "less_equal": _Operation("{0} <= {1}", np.less_equal, "comparable"),
-    "greater": _Operation("{0} > {1}", np.greater, "comparable"),
-    "greater_equal": _Operation("{0} >= {1}", np.greater_equal, "comparable"),
-    "equal": _Operation("{0} == {1}", np.equal, "comparable"),
-    "not_equal": _Operation("{0} != {1}", np.not_equal, "comparable"),
-    "bitwise_and": _Operation("{0} & {1}", np.bitwise_and, "bits"),
-    "bitwise_or": _Operation("{0} | {1}", np.bitwise_or, "bits"),
-    "bitwise_xor": _Operation("{0} ^ {1}", np.bitwise_xor, "bits"),
-    "invert": _Operation("inverted({0})", np.invert, "bits"),
-    "exp": _Operation("exp_of({0})", np.exp, "reals"),
-    "log": _Operation("log_of({0})", np.log, "reals"),
-    "tanh": _Operation("tanh_of({0})", np.tanh, "reals"),
-    "sqrt": _Operation("sqrt_of({0})", np.sqrt, "reals"),
-    "sin": _Operation("sin_of({0})", np.sin, "reals"),
-    "cos": _Operation("cos_of({0})", np.cos, "reals"),
-    "floor": _Operation("floor_of({0})", np.floor, "reals"),
-    "where": _Operation("{0} ? {1} : {2}", np.where, "numbers"),
-}
 _SYMBOLS = {
     "add": "+", "subtract": "-", "multiply": "*", "divide": "/", "floor_divide": "//", "remainder": "%", "less": "<",
     "less_equal": "<=", "greater": ">", "greater_equal": ">=", "equal": "==", "not_equal": "!=", "bitwise_and": "&",
     "bitwise_or": "|", "bitwise_xor": "^", "invert": "~", "negative": "-", "absolute": "abs",
 }  # fmt: skip
-_OF_UFUNC = {operation.numpy: name for name, operation in _OPERATIONS.items() if name != "where"}
+_OF_UFUNC = {operation.numpy: name for name, operation in OPERATIONS.items() if name != "where"}
 _ALLOWED = (
     "arithmetic, comparisons, & | ^ ~, and pyflash.where, exp, log, tanh, abs, minimum, maximum, sqrt, sin, cos, floor"
 )
-
-
-class Node(NamedTuple):
-    """One step. An `input` has its name as value, a `constant` its number, a `load` its array's place and dtype. A
-    `scatter` adds its first operand to the gradient of an array, to the element that a load of the others reads."""
-
-    operation: str
-    kind: str
-    operands: tuple[int, ...] = ()
-    value: object = None
-
-
-@dataclass(frozen=True, eq=False)
-class Graph:
-    """Steps, each after those that it uses; the last is the result, unless they scatter. There is one object of each
-    graph."""
-
-    nodes: tuple[Node, ...]
-
-    def evaluate(self, inputs: dict[str, np.ndarray], arrays: tuple, real: type) -> np.ndarray:
-        return self._values(inputs, arrays, real)[-1]
-
-    def scatter(self, inputs: dict[str, np.ndarray], arrays: tuple, totals: Mapping[int, np.ndarray], real: type):
-        """Add to the gradients of arrays, by their places; nothing where ds is 0, which has the full shape."""
-        values, chosen = self._values(inputs, arrays, real), inputs["ds"] != 0
-        for node in self.nodes:
-            if node.operation == "scatter" and node.value[0] in totals:
-                x, *index = (np.broadcast_to(values[i], chosen.shape)[chosen] for i in node.operands)
-                total = totals[node.value[0]]
-                flat = np.ravel_multi_index(index, total.shape, mode="clip")
-                total += np.bincount(flat, x, total.size).reshape(total.shape)
-
-    def _values(self, inputs: dict[str, np.ndarray], arrays: tuple, real: type) -> list[np.ndarray | None]:
-        values = []
-        for operation, kind, operands, value in self.nodes:
-            of, dtype = [values[i] for i in operands], _KINDS[kind][1] or real
-            if operation == "input":
-                values.append(np.asarray(inputs[value], dtype))
-            elif operation == "constant":
-                values.append(dtype(value))
-            elif operation == "cast":
-                values.append(of[0].astype(dtype))
-            elif operation == "load":
-                array = np.asarray(arrays[value[0]])
-                places = (np.clip(index, 0, size - 1) for index, size in zip(of, array.shape, strict=True))
-                values.append(array[tuple(places)].astype(dtype))
-            elif operation == "scatter":
-                values.append(None)
-            else:
-                values.append(_OPERATIONS[operation].numpy(*of))
-        return values
-
-    def cuda(self, name: str, inputs: tuple[str, ...]) -> str:
-        """A function of the kernels, inside of the namespace of mod.cuh."""
-        names, lines = [], []
-        for operation, kind, operands, value in self.nodes:
-            of = [names[i] for i in operands]
-            if operation == "input":
-                names.append(value)
-                continue
-            if operation == "constant":
-                names.append(_literal(kind, value))
-                continue
-            array = f"mod_array_{value[0]}" if operation in ("load", "scatter") else None
-            if operation == "scatter":
-                sums = f"sums[{names.count(None)}]"
-                names.append(None)
-                lines.append(f"  scatter({', '.join([sums, f'p.d{array}', f'p.{array}_size', *of])});")
-                continue
-            if operation == "cast":
-                text = f"{_KINDS[kind][0]}({of[0]})"
-            elif operation == "load":
-                read = [f"p.{array}", f"p.{array}_stride", f"p.{array}_size", *of]
-                text = f"load<{ELEMENTS[value[1]][0]}>({', '.join(read)})"
-            else:
-                text = _OPERATIONS[operation].c.format(*of)
-            names.append(f"x{len(lines)}")
-            lines.append(f"  const {_KINDS[kind][0]} {names[-1]} = {text};")
-        arguments = ", ".join(f"{'Real' if x in ('score', 'ds') else 'int'} {x}" for x in inputs)
-        result = _KINDS[self.nodes[-1].kind][0] if names[-1] else "void"
-        sums = "" if names[-1] else "RunningSum<Real>* sums, "
-        head = f"__device__ __forceinline__ {result} {name}(const Params& p, {sums}{arguments}) {{"
-        return "\n".join([head, *lines, *([f"  return {names[-1]};"] if names[-1] else []), "}"])
-
-
-def _literal(kind: str, value) -> str:
-    if kind == "real" and np.isinf(value):
-        return "Real(NEG_INF)" if value < 0 else "(-Real(NEG_INF))"
-    return str(value).lower() if kind == "bool" else f"{_KINDS[kind][0]}({value!r})"
-
-
-_graphs: dict[tuple[Node, ...], Graph] = {}
-
-
-def _graph(nodes, roots: Collection[int]) -> Graph:
-    """What of `nodes` leads to `roots`."""
-    used = set(roots)
-    for i in range(max(roots), -1, -1):
-        if i in used:
-            used.update(nodes[i].operands)
-    places = {old: new for new, old in enumerate(sorted(used))}
-    kept = tuple(nodes[i]._replace(operands=tuple(places[x] for x in nodes[i].operands)) for i in sorted(used))
-    return _graphs.setdefault(kept, Graph(kept))
-
-
-@lru_cache(maxsize=1024)
-def _renumbered(graph: Graph, places: tuple[int, ...]) -> Graph:
-    """The graph with its arrays in other places."""
-    nodes = graph.nodes
-    moved = {i: (places[n.value[0]], n.value[1]) for i, n in enumerate(nodes) if n.operation in ("load", "scatter")}
-    nodes = [n._replace(value=moved[i]) if i in moved else n for i, n in enumerate(nodes)]
-    return _graph(nodes, range(len(nodes)))
-
-
-class Mod(NamedTuple):
-    """A traced function, and the arrays that it captures: those of all functions of a call."""
-
-    graph: Graph
-    slope: Graph | None = None  # the derivative by the score, of one that has it
-    scatter: Graph | None = None  # from ds, the gradient of what it makes, to those of floating-point arrays
-    arrays: tuple = ()
-
-    @property
-    def scatters(self) -> tuple[Node, ...]:
-        nodes = self.scatter.nodes if self.scatter else ()
-        return tuple(node for node in nodes if node.operation == "scatter")
-
-    @property
-    def differentiable(self) -> tuple[int, ...]:
-        """The places of the arrays that have gradients."""
-        return tuple(sorted({node.value[0] for node in self.scatters}))
-
-    @property
-    def adds(self) -> bool:
-        """Whether it adds something to the score which does not depend on it."""
-        one = Node("constant", "real", (), 1.0)
-        nodes = self.scatter.nodes if self.scatter else ()
-        return self.slope.nodes == (one,) and not any(node[:4:3] == ("input", "score") for node in nodes)
-
-    def __repr__(self) -> str:
-        return f"<function of {len(self.graph.nodes)} steps>"
-
-
-def joined(mods: list[Mod]) -> list[Mod]:
-    """The functions of a call with one list of arrays, each in it once."""
-    arrays = []
-    places = []
-    for mod in mods:
-        for array in mod.arrays:
-            if not any(array is other for other in arrays):
-                arrays.append(array)
-        places.append(tuple(next(i for i, other in enumerate(arrays) if other is array) for array in mod.arrays))
-    if len(arrays) > MAX_ARRAYS:
-        raise ValueError(f"score_mod and mask_mod: got {len(arrays)} captured arrays, take {MAX_ARRAYS} together")
-    return [
-        Mod(*(g and (_renumbered(g, at) if at else g) for g in mod[:3]), tuple(arrays))
-        for mod, at in zip(mods, places, strict=True)
-    ]
-
-
-# ---- Recording
 
 
 class _Recorder:
@@ -289,11 +69,11 @@ class _Recorder:
         return self.node("cast", kind, (i,))
 
     def apply(self, operation: str, *values) -> int:
-        symbol, takes = _SYMBOLS.get(operation, f"pyflash.{operation}"), _OPERATIONS[operation].takes
+        symbol, takes = _SYMBOLS.get(operation, f"pyflash.{operation}"), OPERATIONS[operation].takes
         operands = [self.operand(value, symbol) for value in values]
         chosen = operands[1:] if operation == "where" else operands
         kinds = [self.nodes[i].kind for i in chosen]
-        kind = max(kinds, key=_RANK.get)
+        kind = max(kinds, key=RANK.get)
         if operation == "where" and self.nodes[operands[0]].kind != "bool":
             self.fail("pyflash.where with a condition that is a number", "a comparison: pyflash.where(x != 0, a, b)")
         if takes == "integers" and kind == "real":
@@ -491,12 +271,12 @@ def _function(operation: str) -> Callable:
     def function(*values):
         recorder = next((value._recorder for value in values if isinstance(value, Tracer)), None)
         if recorder is None:
-            return _OPERATIONS[operation].numpy(*values)
+            return OPERATIONS[operation].numpy(*values)
         return Tracer(recorder, recorder.apply(operation, *values))
 
     function.__name__ = function.__qualname__ = operation
     function.__doc__ = (
-        f"numpy.{_OPERATIONS[operation].numpy.__name__}, in functions for `score_mod` and `mask_mod` too.\n\n"
+        f"numpy.{OPERATIONS[operation].numpy.__name__}, in functions for `score_mod` and `mask_mod` too.\n\n"
         "Parameters\n----------\nvalues : what such a function computes with, numbers, or NumPy arrays\n"
     )
     return function
@@ -524,7 +304,7 @@ class _Table:
         self._recorder.fail(f"{self._name}.{attribute}", f"{self._name}[...]; keep other facts in variables outside")
 
 
-_traced: dict[object, tuple[Mod, tuple[str, ...]]] = {}
+_traced: dict[object, tuple[Mod, tuple[captured.Steps, ...]]] = {}  # and the ways to the arrays
 _MAX_TRACED = 1024
 
 
@@ -533,6 +313,12 @@ def trace(name: str, function) -> Mod:
     the contents and the sizes of arrays, is the same."""
     if isinstance(function, Mod):
         return function
+    mod, ways = found(name, function)
+    return mod._replace(arrays=tuple([captured.reached(function, steps) for steps in ways])) if ways else mod
+
+
+def found(name: str, function) -> tuple[Mod, tuple[captured.Steps, ...]]:
+    """The same without arrays, and the ways to these."""
     inputs = INPUTS[name]
     if not isinstance(function, types.FunctionType):
         got = getattr(type(function), "__name__", function)
@@ -541,21 +327,17 @@ def trace(name: str, function) -> Mod:
         key = name, captured.function_key(function)
     except (captured.Unknown, RecursionError):
         key = None
-    found = _traced.get(key)
-    if found is None:
-        found = _trace(name, function)
+    made = _traced.get(key)
+    if made is None:
+        made = _trace(name, function)
         if len(_traced) >= _MAX_TRACED:
             _traced.clear()
         if key is not None:
-            _traced[key] = found
-    mod, paths = found
-    if not paths:
-        return mod
-    arrays = captured.arrays(function)
-    return mod._replace(arrays=tuple(arrays[path] for path in paths))
+            _traced[key] = made
+    return made
 
 
-def _trace(name: str, function) -> tuple[Mod, tuple[str, ...]]:
+def _trace(name: str, function) -> tuple[Mod, tuple[captured.Steps, ...]]:
     recorder, inputs = _Recorder(name), INPUTS[name]
     arguments = [Tracer(recorder, recorder.node("input", "real" if x == "score" else "int", value=x)) for x in inputs]
     code = function.__code__
@@ -576,4 +358,6 @@ def _trace(name: str, function) -> tuple[Mod, tuple[str, ...]]:
     names = tuple(table._name for table in recorder.tables)
     if len(names) > MAX_ARRAYS:
         recorder.fail(f"{len(names)} captured arrays, {', '.join(names)}", f"up to {MAX_ARRAYS}", ValueError)
-    return Mod(*(_graph(recorder.nodes, roots) if roots else None for roots in ([root], *made))), names
+    ways = {found.path: found.steps for found in captured.everything(function)}
+    mod = Mod(*(reduced(recorder.nodes, roots) if roots else None for roots in ([root], *made)))
+    return mod, tuple(ways[name] for name in names)

@@ -62,6 +62,27 @@ def test_gradients_of_what_a_function_captures(family, name):
         assert np.abs(error).max() <= 4 * bar * np.abs(right).max()
 
 
+@pytest.mark.parametrize("kind", ["mask_mod", "block_mask"])
+def test_torch_compiles_them(kind):
+    """In one graph, as without torch.compile."""
+    torch = pytest.importorskip("torch")
+    q, k, v = (torch.randn(2, 600, 4, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    distances = torch.tensor(DISTANCES, device="cuda", dtype=torch.float32, requires_grad=True)
+    ids = torch.arange(600, device="cuda") // 170
+    mask = pyflash.masks.and_masks(pyflash.masks.documents(ids), pyflash.masks.causal())
+    mask = {"mask_mod": mask, "block_mask": pyflash.block_mask(mask, 1, 1, 600, 600)}[kind]
+    score_mod = added(distances, None)
+
+    def call(q, k, v):
+        return pyflash.flash_attention(q.sin(), k, v, score_mod=score_mod, **{kind: mask}).float()
+
+    inputs = q, k, v, distances
+    outs = [f(q, k, v) for f in (torch.compile(call, fullgraph=True), call)]
+    torch.testing.assert_close(*outs)
+    gradients = [torch.autograd.grad(out.square().sum(), inputs) for out in outs]
+    torch.testing.assert_close(*gradients, rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_torch_differentiates_by_them(name):
     """As it does written out in full."""

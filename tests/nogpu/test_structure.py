@@ -15,7 +15,7 @@ PACKAGE, KERNELS = ROOT / "pyflash", ROOT / "kernels_cu"
 
 # A module may import those of lower rank only. `commands` is the command line's package, `bench` its benchmark.
 RANKS = {
-    **dict.fromkeys(("errors", "debug", "device", "driver", "entry", "captured", "blocks", "feature"), 0),
+    **dict.fromkeys(("errors", "debug", "device", "driver", "entry", "captured", "blocks", "feature", "graphs"), 0),
     "trace": 0.5,
     **dict.fromkeys(("features", "sequences"), 1),
     **dict.fromkeys(("params", "problem", "tiles"), 2),
@@ -24,6 +24,7 @@ RANKS = {
     **dict.fromkeys(("plan", "reference"), 3),
     **dict.fromkeys(("source", "cpu", "explain", "plan_blocks"), 4),
     **dict.fromkeys(("compile", "tma"), 5),
+    "torch_compile": 5.5,
     **dict.fromkeys(("launch", "arrays", "torch"), 6),
     "dispatch": 6.5,
     **dict.fromkeys(("api", "masks"), 7),
@@ -85,7 +86,7 @@ def test_array_libraries_are_not_imported_on_the_way(path):
         if isinstance(node, ast.ImportFrom) and node.level:
             continue
         name = rank_name(path)
-        if name not in ("torch", "jax", "flash_attn", "bench", "commands"):
+        if name not in ("torch", "torch_compile", "jax", "flash_attn", "bench", "commands"):
             assert not tops & {"torch", "jax"}, f"{path.name}:{node.lineno} imports {tops}: ask sys.modules"
         if "cupy" in tops:
             assert name in CUPY_USERS and id(node) in inside, f"{path.name}:{node.lineno} imports cupy"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 import pyflash
+from pyflash import trace
 from pyflash.features import FEATURES
 
 torch = pytest.importorskip("torch")
@@ -181,19 +183,153 @@ def test_out_is_refused():
         compiled(q, k, v, torch.empty(2, 5, 4, 12, dtype=torch.float64))
 
 
-def test_functions_break_the_graph():
-    table = torch.randn(4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+GLOBAL = 1
+
+
+class WithFunctions(torch.nn.Module):
+    """Attention with functions that are made with it, and the tensors that they capture."""
+
+    def __init__(self, scale: float = 0.5, mask: str = "mask_mod"):
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.distances = distances = torch.nn.Parameter(torch.randn(4, 6, dtype=torch.float64, generator=generator))
+        self.ids = ids = torch.tensor([0, 0, 1, 1, 1, 2, 2])
+
+        def score_mod(score, batch, head, q_idx, kv_idx):
+            return score * scale + distances[head, pyflash.minimum(pyflash.abs(q_idx - kv_idx), 5)]
+
+        documents = pyflash.masks.and_masks(pyflash.masks.documents(ids), pyflash.masks.causal(1))
+        made = {"mask_mod": documents, "block_mask": pyflash.block_mask(documents, 1, 1, 5, 7)}
+        self.functions = {"score_mod": score_mod, mask: made[mask]} if mask else {"score_mod": score_mod}
+
+    def forward(self, q, k, v, **options):
+        return model(q, k, v, **self.functions, **options)
+
+
+def agree_by_parameters(compiled, eager, arguments, **options):
+    """The same, the gradients of what functions capture included."""
+    results = [f(*arguments, **options) for f in (compiled, eager)]
+    gradients = [torch.autograd.grad(r.sum(), [*arguments, *eager.parameters()]) for r in results]
+    torch.testing.assert_close(results[0], results[1])
+    torch.testing.assert_close(gradients[0], gradients[1])
+    assert gradients[0][-1].any()
+
+
+@pytest.mark.parametrize("mask", ["", "mask_mod", "block_mask"])
+def test_functions_of_scores_and_masks(mask):
+    layer = WithFunctions(mask=mask)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for options in ({}, {"causal": True, "bias": torch.randn(7, dtype=torch.float64)}):
+        agree_by_parameters(compiled, layer, inputs(), **options)
+
+
+def graphs_of(function):
+    """It compiled, and the list of the graphs that it is compiled to."""
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    return torch.compile(function, fullgraph=True, backend=backend), graphs
+
+
+def test_a_function_is_compiled_anew_where_what_it_is_made_of_changes():
     q, k, v = inputs(requires_grad=False)
-    earlier = lambda batch, head, q_idx, kv_idx: kv_idx <= q_idx  # noqa: E731
-    score_mod = {"score_mod": lambda score, batch, head, q_idx, kv_idx: score + table[head]}
-    block_mask = {"block_mask": pyflash.block_mask(earlier, q.shape[0], 1, q.shape[1], k.shape[1], like=q)}
-    both = score_mod | block_mask
-    compiled = torch.compile(lambda *a: model(*a, **both), backend="eager")
-    torch.testing.assert_close(compiled(q, k, v), model(q, k, v, **both))
-    for options in (score_mod, {"mask_mod": earlier}, block_mask):
+
+    def made(inner, table, scale=2.0, number=1):
+        return lambda score, batch, head, q_idx, kv_idx: inner(score, number) * scale + table[0][head]
+
+    twice, more = (lambda s, n: s * 2 + n), (lambda s, n: s + n + 1)
+    tables = [(torch.full((4,), float(n)),) for n in range(3)]
+    compiled, graphs = graphs_of(lambda f: pyflash.flash_attention(q, k, v, score_mod=f))
+    calls = [
+        (made(twice, tables[0]), 1),
+        (made(twice, tables[1]), 1),  # other numbers in a tensor, and another function object
+        (made(more, tables[1]), 2),
+        (made(twice, tables[2], scale=3.0), 3),
+        (made(twice, tables[2], scale=4.0), 4),
+        (made(twice, tables[2], number=3), 5),
+        (made(twice, tables[1], scale=2.0), 5),
+        (made(twice, tables[1], number=4), 6),
+    ]
+    for function, count in calls:
+        expected = pyflash.flash_attention(q, k, v, score_mod=function)
+        torch.testing.assert_close(compiled(function), expected)
+        assert len(graphs) <= count, "compiled once too often"
+
+
+def test_functions_made_in_what_is_compiled():
+    """As long as they capture no tensors."""
+    q, k, v = inputs(requires_grad=False)
+
+    def call(q, k, v):
+        left = 2
+        return pyflash.flash_attention(q, k, v, mask_mod=lambda b, h, i, j: pyflash.abs(j - i) <= left)
+
+    torch.testing.assert_close(torch.compile(call, fullgraph=True, backend="eager")(q, k, v), call(q, k, v))
+
+    def with_tensor(q, k, v):
+        twice = q[0, :, 0, 0] * 2
+        return pyflash.flash_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + twice[i])
+
+    def with_global(q, k, v):
+        return pyflash.flash_attention(q, k, v, mask_mod=lambda b, h, i, j: i + GLOBAL < j)
+
+    with pytest.raises(Exception, match="captures the global GLOBAL, takes one that torch.compile does not see made"):
+        torch.compile(with_global, fullgraph=True, backend="eager")(q, k, v)
+    with pytest.raises(Exception, match="captures tensors, takes one that is made before"):
+        torch.compile(with_tensor, fullgraph=True, backend="eager")(q, k, v)
+
+
+def test_functions_that_are_refused():
+    q, k, v = inputs(requires_grad=False)
+    tables = [torch.zeros(4) for _ in range(5)]
+    a, b, c, d, e = tables
+    tracked, counted, small = torch.zeros(4, requires_grad=True), [1.0], np.float32(2)
+    ids = np.zeros(4)
+    block_mask = pyflash.block_mask(lambda b, h, i, j: j <= i, 1, 1, 5, 7, like=q)
+    for options, message in (
+        ({"score_mod": lambda s, _, h, i, j: s * counted[0]}, "score_mod: got a function that captures a list, takes"),
+        ({"score_mod": lambda s, _, h, i, j: s * small}, "score_mod: .* takes a Python number: 2.0"),
+        ({"score_mod": lambda s, _, h, i, j: s + ids[h]}, "score_mod: .* captures a ndarray, takes one of torch"),
+        ({"mask_mod": lambda _, h, i, j: tracked[h] > 0}, "captures: got a tensor that requires grad"),
+        ({"mask_mod": lambda _, h, i, j: i if j > i else j}, "mask_mod: got bool.. of a traced value"),
+        ({"mask_mod": lambda _, h, i, j: j > i, "block_mask": block_mask}, "mask_mod: .* takes None where there is a"),
+        (
+            {
+                "score_mod": lambda s, _, h, i, j: s + a[h] + b[h] + c[h],
+                "mask_mod": lambda _, h, i, j: d[h] <= e[h],
+            },
+            "5 captured arrays, take 4 together",
+        ),
+    ):
         torch._dynamo.reset()
-        with pytest.raises(torch._dynamo.exc.Unsupported):
-            torch.compile(lambda *a, o=options: model(*a, **o), backend="eager", fullgraph=True)(q, k, v)
+        with pytest.raises(Exception, match=message):
+            torch.compile(lambda o=options: pyflash.flash_attention(q, k, v, **o), fullgraph=True, backend="eager")()
+
+
+def test_the_backward_of_functions_itself_can_be_compiled():
+    layer, (q, k, v) = WithFunctions(mask="block_mask"), inputs(requires_grad=False)
+    options = layer.functions | {"causal": True}
+    out, lse = pyflash.flash_attention(q, k, v, return_lse=True, **options)
+
+    def backward(dout):
+        more = {"return_dscore_mod": True}
+        return pyflash.flash_attention_backward(dout, q, k, v, out.detach(), lse.detach(), **options, **more)
+
+    dout = torch.randn_like(out)
+    with torch.no_grad():
+        found = torch.compile(backward, fullgraph=True, backend="aot_eager")(dout)
+        torch.testing.assert_close(found, backward(dout))
+
+
+def test_functions_in_a_program_that_is_exported():
+    """What it runs is in its text, so another process can run it."""
+    layer, arguments = WithFunctions(), tuple(inputs(requires_grad=False))
+    program = torch.export.export(layer, arguments, strict=True)
+    torch.testing.assert_close(program.module()(*arguments), layer(*arguments))
+    assert any('"multiply"' in str(node.args) for node in program.graph.nodes)
 
 
 # The ways in which an option can come: as itself, and as text with what varies beside it.
@@ -215,8 +351,8 @@ def test_options_as_text(options):
     assert restored.keys() == options.keys()
     assert all(restored[name] is value if isinstance(value, torch.Tensor) else restored[name] == value
                for name, value in options.items())  # fmt: skip
-    with pytest.raises(pyflash.Unsupported, match="not a function"):
-        glue._flattened({"score_mod": lambda s: s})
+    with pytest.raises(pyflash.Unsupported, match="not a dict"):
+        glue._flattened({"bias": {}})
 
 
 @pytest.mark.parametrize("dlse", [False, True])
@@ -225,6 +361,10 @@ def test_torchs_checks_of_operators(dtype, dlse):
     q, k, v = inputs(dtype)
     operands = ([], [0.4], '{"softmax_scale":0,"causal":true}', False)
     torch.library.opcheck(torch.ops.pyflash.attention.default, (q, k, v, *operands))
+    table, function = torch.ones(4), lambda s, b, h, i, j: s + table[h]
+    text = trace.trace("score_mod", function).text
+    functions = [table.requires_grad_()], [], f'{{"score_mod":{text},"mod_array_0":"0"}}', False
+    torch.library.opcheck(torch.ops.pyflash.attention.default, (q, k, v, *functions))
     torch.library.opcheck(torch.ops.pyflash.attention.default, (q.detach(), k.detach(), v.detach(), [], [], "{}", True))
     q, k, v = (t.detach() for t in (q, k, v))
     out, lse = torch.ops.pyflash.attention(q, k, v, *operands)
