@@ -11,14 +11,27 @@ import numpy as np
 
 from . import features, sequences
 from .blocks import EMPTY
-from .device import Device
+from .device import KNOWN, Device
 from .plan import Launch, Plan
 from .plan import plan as make_plan
 from .problem import DTYPES, ITEMSIZES, Problem
 from .tiles import FAMILIES, KERNELS, Row
 
-# Share of the data sheet's FLOP/s at 4k to 16k, between causal and not, head_dim 128; by family and direction.
-_REACHED = {("sm90", False): 0.72, ("sm90", True): 0.57}
+# Measured on an H200: the share of the data sheet's FLOP/s that a family reached on the longest sequences, by head_dim,
+# forward and backward (float32 for simt, whose backward was not measured and is taken to be as its forward).
+_REACHED = {
+    ("sm90", False): {64: 0.555, 128: 0.78, 256: 0.76},
+    ("sm90", True): {64: 0.545, 128: 0.60, 256: 0.49},
+    ("sm80", False): {64: 0.36, 128: 0.36, 256: 0.32},
+    ("sm80", True): {64: 0.31, 128: 0.36, 256: 0.27},
+    ("simt", False): {64: 0.64, 128: 0.60},
+    ("simt", True): {64: 0.64, 128: 0.60},
+}
+_MEASURED_ON = KNOWN["H200"]
+_AMPERES_SHARE = 0.5  # of Hopper's FLOP/s that Ampere's instructions, which sm80 uses, can have there
+# How much of the least traffic takes time of its own beside the products, forward and backward (which adds to dq).
+# With it, times of 1024 to 16384 tokens are within an eighth of those measured; 512 causal ones took up to 1.6 times that.
+_EXPOSED = {False: 0.5, True: 1.5}
 _LAUNCH_SECONDS = 3e-6  # assumed of a kernel that has next to nothing to do
 
 
@@ -113,20 +126,55 @@ class Explanation:
 
     @property
     def expected_seconds(self) -> float | None:
-        """By the share of the data sheet's FLOP/s that the family reached where that was measured: on an H200."""
+        """By what the family reached where it was measured."""
         return max(self._expected.values()) if self._expected else None
+
+    @property
+    def expected_is_measured(self) -> bool:
+        """Whether that was on such a GPU with such a head_dim, a type of the same units and no more than causal;
+        otherwise it is an estimate."""
+        if not self._expected:
+            return False
+        half = self.problem.dtype.itemsize == 2
+        alike = self.problem.head_dim == self.problem.head_dim_v and self.problem.head_dim in self._reached
+        plain = not set(self.problem.on) & set(features.DEFAULTS) - {"causal"} and not self.problem.varlen
+        return self.device == _MEASURED_ON and self.plan.family != "simt" and half and alike and plain
+
+    @property
+    def _reached(self) -> dict[int, float]:
+        return _REACHED[self.plan.family, self.problem.backward]
+
+    @property
+    def reached_flops(self) -> float | None:
+        """FLOP/s to expect of the main kernel when every multiprocessor has its fill."""
+        if self.plan is None or not self.peak_flops or self.plan.family not in FAMILIES:
+            return None
+        share = _at((self.problem.head_dim + self.problem.head_dim_v) / 2, self._reached)
+        if self.plan.family == "sm80" and self.device.capability[0] in _OWN_INSTRUCTIONS:
+            per_multiprocessor = _MEASURED_ON.half_flops / _MEASURED_ON.sm_count
+            return share * per_multiprocessor * self.device.sm_count
+        return share * self.peak_flops / (_AMPERES_SHARE if self.plan.family == "sm80" else 1)
 
     @property
     def _expected(self) -> dict[str, float]:
         """Times of which the longest is expected, by what takes them."""
-        reached = _REACHED.get((self.plan.family, self.problem.backward)) if self.plan else None
-        if reached is None or self.device.capability != (9, 0) or None in (self.compute_seconds, self.memory_seconds):
+        main = _main(self.plan) if self.reached_flops and self.memory_seconds else None
+        if main is None:
             return {}
+        row, per_multiprocessor = tile_row(main), tiles(main) / self.device.sm_count
+        # What tiles compute and hide again along the edges of the band, and multiprocessors without a tile at the end.
+        edges = sum(bound is not None for bound in features.band(self.problem.on, 0, 0))
+        rows = self.problem.num_rows
+        hidden = edges * rows * (row.tile_m + row.tile_n) / 4
+        work = self.flops * min(1 + hidden / max(self.visible_pairs, 1), 2)
+        idle = math.ceil(per_multiprocessor) / per_multiprocessor
+        launches = _LAUNCH_SECONDS * len(self.plan.launches)
+        products = work * idle / self.reached_flops + _EXPOSED[self.problem.backward] * self.memory_seconds + launches
         return {
-            f"{reached:.0%} of the data sheet's FLOP/s, as measured for long sequences of head_dim 128 on an H200":
-                self.compute_seconds / reached,
+            f"products at {amount(self.reached_flops, 'FLOP/s')}, {self.reached_flops / self.peak_flops:.0%} of the "
+            "data sheet's": products,
             "the traffic at the data sheet's bandwidth, which is the least": self.memory_seconds,
-            f"{duration(_LAUNCH_SECONDS)} a launch, which is assumed": _LAUNCH_SECONDS * len(self.plan.launches),
+            f"{duration(_LAUNCH_SECONDS)} a launch, which is assumed": launches,
         }  # fmt: skip
 
     @property
@@ -208,14 +256,25 @@ def _listed_pairs(problem: Problem, kinds: np.ndarray) -> int:
 
 def _tile_bytes(problem: Problem, plan: Plan, pairs: int) -> int | None:
     """A tile of queries loads k and v of its visible keys; a tile of keys, in the backward, q and dout, and adds dq."""
-    main = [x for x in plan.launches if x.kernel in (f"fwd_{plan.family}", f"bwd_{plan.family}")]
-    if not main:
+    if not (main := _main(plan)):
         return None
-    row = tile_row(main[0])
+    row = tile_row(main)
     columns = problem.head_dim + problem.head_dim_v
     if not problem.backward:
         return pairs // row.tile_m * columns * problem.dtype.itemsize
     return pairs // row.tile_n * (columns * problem.dtype.itemsize + 2 * problem.head_dim * 4)
+
+
+def _main(plan: Plan) -> Launch | None:
+    """The launch of a plan that computes scores, if there are any."""
+    names = (f"fwd_{plan.family}", f"bwd_{plan.family}")
+    return next((launch for launch in plan.launches if launch.kernel in names), None)
+
+
+def _at(head_dim: float, reached: Mapping[int, float]) -> float:
+    """Between what was measured, in proportion; below it the time of a score is what does not depend on head_dim."""
+    least = min(reached)
+    return float(np.interp(head_dim, list(reached), list(reached.values()))) * min(head_dim / least, 1)
 
 
 def tile_row(launch: Launch) -> Row:
@@ -242,8 +301,8 @@ def resident_ctas(launch: Launch, device: Device) -> int:
 
 
 def tiles(launch: Launch) -> int:
-    """Tiles that the CTAs of a launch work through: one each, unless they fetch more."""
-    return dict(launch.values).get("num_tiles", launch.grid)
+    """Tiles that the CTAs of a launch work through."""
+    return launch.grid if launch.drawn is None else launch.drawn
 
 
 def waves(launch: Launch, device: Device) -> float:
@@ -353,19 +412,26 @@ def _roofline_lines(x: Explanation) -> list[tuple[str, str]]:
     ]
 
 
+_OWN_INSTRUCTIONS = (9, 10, 11)  # data-centre GPUs from Hopper on have tensor core instructions of their own
+
+
 def _unreachable_lines(x: Explanation) -> list[tuple[str, str]]:
-    """From Hopper on, data-centre GPUs have tensor core instructions of their own."""
-    if x.plan.family != "sm80" or x.device.capability[0] not in (9, 10, 11):
+    if x.plan.family != "sm80" or x.device.capability[0] not in _OWN_INSTRUCTIONS:
         return []
     return [("  note", f"sm80 uses Ampere's instructions; the data sheet's FLOP/s of {x.device.name} take others")]
 
 
 def _expected_lines(x: Explanation) -> list[tuple[str, str]]:
-    if not x.plan.launches:
+    if not _main(x.plan):
         return []
     if not x._expected:
-        return [("expected", f"not measured for {x.plan.family} and {x.problem.dtype.name} on {x.device.name}")]
+        return [("expected", f"unknown: the FLOP/s or the bandwidth of {x.device.name} are not in the table")]
     basis, seconds = max(x._expected.items(), key=lambda item: item[1])
     others = [name for name in x.problem.on if name in features.DEFAULTS and name != "causal"]
     without = f"; without the cost of {', '.join(others)}" if others else ""
-    return [("expected", f"about {duration(seconds)}: {basis}{without}")]
+    kind = (
+        "by what was measured on such a GPU"
+        if x.expected_is_measured
+        else "an estimate from what was measured on an H200"
+    )
+    return [("expected", f"about {duration(seconds)}, {kind}: {basis}{without}")]

@@ -43,6 +43,7 @@ class Launch:
     tensor_maps: tuple[tuple[str, TensorMap], ...] = ()
     functions: tuple[tuple[str, tuple[str, ...], Graph], ...] = ()  # namespace mod: name, arguments, what it computes
     overlaps: bool = False  # may start before the launch before it has ended, and waits for that itself
+    drawn: int | None = None  # how many tiles its CTAs draw, where they do not have one each
 
 
 @dataclass(frozen=True)
@@ -210,6 +211,7 @@ def _launch(
     tensor_maps: dict[str, TensorMap] | None = None,
     row: Row | None = None,
     overlaps: bool = False,
+    drawn: int | None = None,
 ) -> Launch:
     """A launch of kernel `name` over `arrays` (given with their strides) and `pointers` (contiguous by contract), given
     as names, or as pairs of the argument's and the array's; in tiles of `row`, or of the first that serves."""
@@ -244,6 +246,7 @@ def _launch(
         tensor_maps=tuple((tensor_maps or {}).items()),
         functions=_functions(problem) if params.computes_scores(name) else (),
         overlaps=overlaps,
+        drawn=drawn,
     )
 
 
@@ -429,6 +432,7 @@ def _forward_sm90(problem: Problem, device: Device, notes: tuple[str, ...]) -> P
             "tma_v": TensorMap("v", (64, row.tile_n)),
         },
         row,
+        drawn=tiling.tiles,
     )
     if not split:
         return _finish(problem, "sm90", [main], {}, notes)
@@ -516,6 +520,7 @@ def _backward_sm90(problem: Problem, device: Device, notes: tuple[str, ...]) -> 
             "tma_dout": TensorMap("dout", (64, row.tile_m)),
         },
         overlaps=True,
+        drawn=tiles,
     )
     if alone:
         return _finish(problem, "sm90", [*more.before, delta, main, *more.after], every_piece, notes)
