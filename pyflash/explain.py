@@ -30,7 +30,7 @@ _REACHED = {
 _MEASURED_ON = KNOWN["H200"]
 _AMPERES_SHARE = 0.5  # of Hopper's FLOP/s that Ampere's instructions, which sm80 uses, can have there
 # How much of the least traffic takes time of its own beside the products, forward and backward (which adds to dq).
-# With it, times from 1024 to 16384 tokens are within an eighth of those measured; causal ones at 512 took up to 1.6 times.
+# With it, times from 1024 tokens to 16384 are within an eighth of those measured; causal ones at 512 took longer.
 _EXPOSED = {False: 0.5, True: 1.5}
 _LAUNCH_SECONDS = 3e-6  # assumed of a kernel that has next to nothing to do
 
