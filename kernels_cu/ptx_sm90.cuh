@@ -158,9 +158,13 @@ __device__ __forceinline__ u64 descriptor_mn_major(u32 address, u32 chunk_bytes)
          DESCRIPTOR_SWIZZLE_128B;
 }
 
-// The same operand `bytes` further on: one 32-bit addition, since smem addresses never carry out of the field.
+// The same operand `bytes` further on: smem addresses never carry out of the lower word. Said in C++, the compiler adds
+// both words.
 __device__ __forceinline__ u64 descriptor_at(u64 descriptor, u32 bytes) {
-  return (descriptor >> 32) << 32 | u32(u32(descriptor) + (bytes >> 4));
+  u64 moved;
+  asm("{ .reg .b32 low, high; mov.b64 {low, high}, %1; add.u32 low, low, %2; mov.b64 %0, {low, high}; }"
+      : "=l"(moved) : "l"(descriptor), "r"(bytes >> 4));
+  return moved;
 }
 
 // The accumulator's registers, as instruction text and as operands, in steps of 8.
