@@ -217,7 +217,7 @@ __device__ __forceinline__ void load_finite(const Params& p, Element (&tile_smem
 
 // What a lane needs to know of 16 query rows: of row 8 * half + 2 * (lane % 4) + e, x[half][e].
 struct alignas(16) RowValues { float x[2][2]; };
-using TileValues = RowValues[TILE_M / 16][4];
+using TileValues = RowValues[M_STEPS][4];
 
 // One warp's work: brings lse or delta of every step's query rows to a ring in shared memory and, where some queries
 // may not see all keys, whether all are finite. `gmem(batch, head)` are a head's values, `stride` apart; rows that do
@@ -366,15 +366,17 @@ struct Ahead {
   }
 };
 
-// p = exp(s - lse), rounded, weights if WEIGHS, and what is hidden if BY_ELEMENT. `key` is the lane's first.
+// p = exp(s - lse), rounded, weights if WEIGHS, and what is hidden if BY_ELEMENT. `key` is the lane's first; lse_of(s) is
+// what it needs to know of the queries of step s, as delta_of(s) below.
+template <class LseOf>
 __device__ __forceinline__ void exponentiate(const Params& p, u32 (&p_rmem)[M_STEPS][4], u32 (&weight_rmem)[M_STEPS][4],
                                              HiddenBits& hidden, const float (&s_rmem)[TILE_M / 2],
-                                             Ahead& ahead, const TileValues& lse_smem, float scale, const Head& head,
-                                             int m0, int key, bool hides, int lane) {
+                                             Ahead& ahead, LseOf lse_of, float scale, const Head& head, int m0,
+                                             int key, bool hides, int lane) {
   auto every_element = [&](auto small, const Scorer& scorer, auto hide) {
 #pragma unroll
     for (int s = 0; s < M_STEPS; s++) {
-      const RowValues lse = lse_smem[s][lane % 4];
+      const RowValues lse = lse_of(s);
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         float x[2], weight[2];
@@ -439,14 +441,14 @@ __device__ __forceinline__ void exponentiate(const Params& p, u32 (&p_rmem)[M_ST
 }
 
 // ds = p * (dp - delta), and whatever else scores were made with, in dp_rmem; from p as it was rounded, or the weights.
-template <class LoadP>
+template <class LoadP, class DeltaOf>
 __device__ __forceinline__ void make_ds(const Params& p, float (&dp_rmem)[TILE_M / 2], LoadP load_p,
-                                        const TileValues& delta_smem, const TileValues& lse_smem, const Head& head,
-                                        int m0, int key, int lane) {
+                                        DeltaOf delta_of, const TileValues& lse_smem, const Head& head, int m0, int key,
+                                        int lane) {
   const Scorer scorer(p, head, m0 + lane % 4 * 2, key);
 #pragma unroll
   for (int s = 0; s < M_STEPS; s++) {
-    const RowValues delta = delta_smem[s][lane % 4];
+    const RowValues delta = delta_of(s);
     const RowValues& lse = lse_smem[s][lane % 4];  // read only if needed
     u32 p_rmem[4];
     load_p(p_rmem, s);

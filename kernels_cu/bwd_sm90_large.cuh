@@ -110,7 +110,8 @@ __device__ __forceinline__ void compute_probabilities(Own<VARLEN>& own, Smem& sm
       const Head head = tile.queries.head(visit);
       const bool hides = tile.queries.hides(visit);
       ahead.load(p, head, m0, tile.n0() + warp_key, lane);
-      exponentiate(p, p_rmem, weight_rmem, hidden, s_rmem, ahead, smem.lse[at], scale, head, m0, key, hides, lane);
+      auto lse_of = [&](int s) { return smem.lse[at][s][lane % 4]; };
+      exponentiate(p, p_rmem, weight_rmem, hidden, s_rmem, ahead, lse_of, scale, head, m0, key, hides, lane);
       mbarrier_wait(&smem.p_empty[buffer.index], buffer.parity ^ 1);
 #pragma unroll
       for (int s = 0; s < M_STEPS; s++) {
@@ -180,7 +181,8 @@ __device__ __forceinline__ void compute_score_gradients(Own<VARLEN>& own, Smem& 
       mbarrier_wait(&smem.p_full[p_buffer.index], p_buffer.parity);
       make_ds(p, dp_rmem,
               [&](u32 (&p_rmem)[4], int s) { ld_shared_v4(p_rmem, smem_u32(smem.p[p_buffer.index][s][thread])); },
-              smem.delta[at], smem.lse[at], head, m0, tile.n0() + warp_key + lane / 4, lane);
+              [&](int s) { return smem.delta[at][s][lane % 4]; }, smem.lse[at], head, m0,
+              tile.n0() + warp_key + lane / 4, lane);
       __syncwarp();
       if (lane == 0) mbarrier_arrive(&smem.p_empty[p_buffer.index]);
       p_buffer.advance();

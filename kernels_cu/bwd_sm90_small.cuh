@@ -16,6 +16,9 @@
 //     tensor core   dp = v do[j]T | dv += pT do[j]          | dk += dsT q[j], s[j+1] = k q[j+1]T | (others)
 //     other pipes                 | dsT = pT (dpT - delta)  |                                    | pT[j+1] = exp(...)
 //
+// Shared memory is what binds, and who loads from it, or waits for what it has stored, waits long: lse and delta are loaded,
+// and ds is handed over, under products that need neither.
+//
 // No product is in flight from one step to the next, and all code of a step is straight: else the assembler serialises.
 // So the last step also multiplies, for nothing. p is rounded before dsT, and dsT takes the registers of pT once dv is
 // done: dk, dv, one score tile and one operand are what registers hold.
@@ -28,6 +31,9 @@
 namespace keys_divided {
 
 constexpr int CONSUMERS = TILE_N / WG_KEYS;
+
+// Whether lse and delta come to registers under products. Where elements are treated one by one, the registers are needed.
+constexpr bool VALUES_EARLY = !BY_ELEMENT && !WEIGHS;
 
 struct Smem {
   alignas(1024) Element k[D_CHUNKS][TILE_N][CHUNK];
@@ -83,6 +89,7 @@ __device__ __forceinline__ void consume(Own<VARLEN>& own, Smem& smem, int consum
   const float scale = exponent_scale(p);
   float dk_rmem[TILE_D / 2], dv_rmem[TILE_DV / 2], s_rmem[TILE_M / 2], dp_rmem[TILE_M / 2];
   u32 a_rmem[M_STEPS][4];       // pT, then dsT
+  RowValues lse_rmem[M_STEPS], delta_rmem[M_STEPS];  // if VALUES_EARLY
   HiddenBits hidden;
   Ahead ahead;
   u32 weight_rmem[M_STEPS][4];  // if WEIGHS: dv is on its way with pT when weights are needed
@@ -106,6 +113,12 @@ __device__ __forceinline__ void consume(Own<VARLEN>& own, Smem& smem, int consum
 #pragma unroll
     for (int i = 0; i < 4; i++) p_rmem[i] = WEIGHS ? weight_rmem[s][i] : a_rmem[s][i];
   };
+  auto load_early = [&](RowValues (&values_rmem)[M_STEPS], const TileValues& values_smem) {
+    if constexpr (VALUES_EARLY) {
+#pragma unroll
+      for (int s = 0; s < M_STEPS; s++) values_rmem[s] = values_smem[s][lane % 4];
+    }
+  };
   auto round_ds = [&] {
 #pragma unroll
     for (int s = 0; s < M_STEPS; s++) {
@@ -125,6 +138,8 @@ __device__ __forceinline__ void consume(Own<VARLEN>& own, Smem& smem, int consum
       mbarrier_wait(&smem.q_full[stage.index], stage.parity);
       wgmma_fence();
       multiply_scores(stage.index);
+      mbarrier_wait(&smem.dout_full[stage.index], stage.parity);
+      load_early(lse_rmem, smem.lse[stage.index]);
       wgmma_wait<0>();
       wgmma_hold(s_rmem);
       mbarrier_wait(&smem.v_full, keys.parity);
@@ -137,15 +152,17 @@ __device__ __forceinline__ void consume(Own<VARLEN>& own, Smem& smem, int consum
       const int at = stage.index, m0 = visit.tile * TILE_M;
       const bool last = step == steps;
       const Head head = tile.queries.head(visit);
-      mbarrier_wait(&smem.dout_full[at], stage.parity);
       const bool hides = tile.queries.hides(visit);
       if (HIDES_KEYS && hides) dv_lacks |= smem.dout_made_finite[at];
-      exponentiate(p, a_rmem, weight_rmem, hidden, s_rmem, ahead, smem.lse[at], scale, head, m0, key, hides, lane);
+      auto lse_of = [&](int s) { return VALUES_EARLY ? lse_rmem[s] : smem.lse[at][s][lane % 4]; };
+      auto delta_of = [&](int s) { return VALUES_EARLY ? delta_rmem[s] : smem.delta[at][s][lane % 4]; };
+      exponentiate(p, a_rmem, weight_rmem, hidden, s_rmem, ahead, lse_of, scale, head, m0, key, hides, lane);
       multiply_dp_and_dv(at);
+      load_early(delta_rmem, smem.delta[at]);
       wgmma_wait<1>();
       wgmma_hold(dp_rmem);
       if (last && lane == 0) mbarrier_arrive(&smem.v_empty);
-      make_ds(p, dp_rmem, p_of_step, smem.delta[at], smem.lse[at], head, m0, key, lane);
+      make_ds(p, dp_rmem, p_of_step, delta_of, smem.lse[at], head, m0, key, lane);
       if (hides) {
         if constexpr (HIDES_ANYWHERE) hide(dp_rmem, hidden);
         else hide(dp_rmem, p, m0, key, lane);
@@ -157,10 +174,6 @@ __device__ __forceinline__ void consume(Own<VARLEN>& own, Smem& smem, int consum
       wgmma_hold(dp_rmem);
       round_ds();
       store_ds(smem.ds[buffer.index], a_rmem, warp_key, lane);
-      fence_proxy_async_shared();
-      __syncwarp();
-      if (lane == 0) mbarrier_arrive(&smem.ds_full[buffer.index]);
-      buffer.advance();
       stage.advance();
 
       if (cfg::PING_PONG) named_barrier_sync(TURN + consumer, TURN_THREADS);
@@ -179,6 +192,12 @@ __device__ __forceinline__ void consume(Own<VARLEN>& own, Smem& smem, int consum
         if (!last) ahead.load(p, tile.queries.head(next), next.tile * TILE_M, tile.n0() + warp_key, lane);
       }
       if (cfg::PING_PONG) named_barrier_arrive(TURN + (consumer + 1) % CONSUMERS, TURN_THREADS);
+      fence_proxy_async_shared();  // now that products hide how long it takes
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(&smem.ds_full[buffer.index]);
+      buffer.advance();
+      if (!last) mbarrier_wait(&smem.dout_full[stage.index], stage.parity);
+      load_early(lse_rmem, smem.lse[last ? at : stage.index]);
       wgmma_wait<0>();
       wgmma_hold(s_rmem);
       wgmma_hold(a_rmem);
