@@ -179,6 +179,9 @@ def _wanted(*flags: bool) -> tuple[str, ...]:
 
 def _gradients(wanted: tuple[str, ...], on: dict[str, object]) -> dict[str, np.ndarray]:
     """Zeros for those of features, by their arrays' names."""
+    for name in wanted:
+        if name not in on:
+            raise ValueError(f"return_d{name}: got True, takes False where {name} is None")
     arrays = {**on, **features.parted(on)[1]}
     names = (array for name in wanted for array in features.BY_NAME[name].differentiated(on[name]))
     return {f"d{name}": np.zeros(np.shape(arrays[name])) for name in names}
@@ -186,8 +189,8 @@ def _gradients(wanted: tuple[str, ...], on: dict[str, object]) -> dict[str, np.n
 
 def _host(name: str, array) -> np.ndarray:
     """An array of any library, or a list, as NumPy's."""
-    if hasattr(array, "detach"):  # torch's: NumPy takes none that requires grad or is bfloat16
-        array = array.detach().cpu()
+    if hasattr(array, "detach"):  # torch's: NumPy takes none that requires grad, has the negative bit or is bfloat16
+        array = array.detach().resolve_neg().cpu()
         array = array.double() if array.is_floating_point() else array
     elif hasattr(array, "__cuda_array_interface__") and hasattr(array, "get"):  # CuPy's
         array = array.get()

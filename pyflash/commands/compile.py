@@ -21,8 +21,8 @@ from . import Failed, Misused, Progress, add_json, add_shapes, folder, present_g
 
 _ARCHS = {f"sm_{device.arch}": device for device in KNOWN.values()}
 # GPUs that are not in the table of those that can be explained. What is compiled follows from the family and shared
-# memory of one that is.
-_LIKE = {"sm_87": "A100", "sm_103": "B200", "sm_110": "B200", "sm_121": "RTX 5090"}
+# memory of one that is; of 8.8, whose shared memory NVIDIA does not state, the least that there is from 8.0 on.
+_LIKE = {"sm_87": "A100", "sm_88": "RTX 3090", "sm_103": "B200", "sm_110": "B200", "sm_121": "RTX 5090"}
 _ARCHS |= {
     arch: dataclasses.replace(KNOWN[name], name=arch, capability=divmod(int(arch[3:]), 10))
     for arch, name in _LIKE.items()

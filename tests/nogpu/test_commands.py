@@ -328,7 +328,7 @@ def test_compile_knows_the_architectures_that_nvrtc_does():
         pytest.skip(str(error).partition("\n")[0])
     said = pyflash("compile", "--arch", "sm_1").stderr
     # No GPU of compute capability 8.8 has been described.
-    assert all(f"sm_{arch}" in said for arch in known if arch in (75, 80, 86, 87, 89, 90, 100, 103, 110, 120, 121))
+    assert all(f"sm_{arch}" in said for arch in known if arch in (75, 80, 86, 87, 88, 89, 90, 100, 103, 110, 120, 121))
 
 
 def test_compile_without_a_compiler_says_what_to_install():

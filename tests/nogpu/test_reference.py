@@ -207,6 +207,18 @@ def test_unknown_options_are_refused():
         reference.attention(q, q, q, casual=True)
 
 
+def test_gradients_of_what_is_not_there_are_refused():
+    q = np.ones((1, 2, 1, 3))
+    for name in ("bias", "sinks", "score_mod"):
+        wanted = {f"return_d{name}": True}
+        for call in (
+            lambda wanted=wanted: reference.attention_backward(q, q, q, q, **wanted),
+            lambda wanted=wanted: reference.attention_varlen_backward(*[q[0]] * 4, [0, 2], **wanted),
+        ):
+            with pytest.raises(ValueError, match=f"^return_d{name}: got True, takes False where {name} is None"):
+                call()
+
+
 def test_lists_are_taken():
     q, k, v, dout = np.random.default_rng(0).standard_normal((4, 1, 3, 2, 4))
     call, lists = {"bias": q[0, :, 0, :3]}, {"bias": q[0, :, 0, :3].tolist()}

@@ -49,12 +49,15 @@ def test_the_reference_takes_tensors():
     call = {"mask": torch.ones(5, 7, dtype=torch.bool).tril(2), "score_mod": lambda s, b, h, i, j: s + table[j]}
     out, lse = reference.attention(q, k, v, **call)
     table = table.double().numpy()
+    wide_q = q.detach().double()
     wide = [t.detach().double().numpy() for t in (q, k, v)]
     expected = reference.attention(*wide, **{**call, "mask": call["mask"].numpy()})
     assert np.array_equal(out, expected[0]) and np.array_equal(lse, expected[1])
     ours = reference.attention_varlen(*(t[0, :5] for t in (q, k, v)), ends)
     for got, right in zip(ours, reference.attention_varlen(*(a[0, :5] for a in wide), [0, 2, 5]), strict=True):
         assert np.array_equal(got, right)
+    negative = torch.complex(torch.zeros_like(wide_q), -wide_q).conj().imag  # whose memory has the other sign
+    assert negative.is_neg() and np.array_equal(reference.attention(negative, k, v)[0], reference.attention(q, k, v)[0])
     gradients = reference.attention_backward(out, q, k, v, dlse=torch.ones(2, 4, 5))
     assert [g.shape for g in gradients] == [tuple(t.shape) for t in (q, k, v)]
 
