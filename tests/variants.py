@@ -25,7 +25,7 @@ class Variant:
     problem: Problem | MaskProblem
     name: str
     row: tuple[str, Row]  # kernel and tile row
-    traits: frozenset[tuple]  # what a covering choice must meet: the kernel's options, and all else of its row
+    traits: frozenset[tuple]  # what a covering choice must meet: options and GPUs of the kernel, all else of its row
 
     @property
     def arch(self) -> str:
@@ -134,7 +134,8 @@ def _variant(launch: Launch, device: Device, problem: Problem) -> Variant:
     name = f"{launch.kernel}-sm{device.arch}-{cfg['Element']}-{tile}-d{dims}-{'-'.join(on).lower()}"
     row = launch.kernel, tile_row(launch)
     order = (problem.head_dim > problem.head_dim_v) - (problem.head_dim < problem.head_dim_v)
-    traits = {(row, "arch", device.arch), (row, "head_dim to head_dim_v", order)}
+    # Equal head_dims fill a row's tiles, and so its registers.
+    traits = {(launch.kernel, "arch", device.arch), (launch.kernel if order else row, "head_dim to head_dim_v", order)}
     for flag, value in cfg.items():
         if isinstance(value, bool) or flag in ("Element", "PACK", "SCATTERS"):
             traits.add((launch.kernel if flag in OPTION_FLAGS else row, flag, value))

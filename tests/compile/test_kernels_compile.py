@@ -1,8 +1,8 @@
 """Every kernel, in every tile row and with every feature, compiles to code that spills no more than its kernel may.
 
 The variants follow from the planner and its tables, so a new row or kernel is met without a word here. By default a
-choice of them is compiled in which each row meets each type, size and layout, and each kernel each option; `-m full`
-compiles all.
+choice of them is compiled in which each row meets each type and layout, and each kernel each option and each compute
+capability; `-m full` compiles all.
 """
 
 from __future__ import annotations
