@@ -220,10 +220,12 @@ def add_shapes(parser: argparse.ArgumentParser) -> None:
     """The options that describe several calls."""
     shapes = parser.add_argument_group("the calls: every combination of what is given, as in --head-dim 64,128")
     shapes.add_argument(
-        "--seqlen", type=sizes, default=[4096], metavar="N,M", help="queries: 1k,4k or, doubling, 1k:16k"
+        "--seqlen", type=sizes, default=[4096], metavar="N,M", help="queries: 1k,4k or, doubling, 1k:16k (default 4k)"
     )
     shapes.add_argument("--head-dim", type=sizes, default=[128], metavar="N,M", help="1 to 256 (default 128)")
-    shapes.add_argument("--dtype", type=_dtypes, default=["bfloat16"], metavar="T,U", help=f"{', '.join(DTYPES)}")
+    shapes.add_argument(
+        "--dtype", type=_dtypes, default=["bfloat16"], metavar="T,U", help=f"{', '.join(DTYPES)} (default bfloat16)"
+    )
     shapes.add_argument("--full", action="store_true", help="without a causal mask; with --causal: both")
     shapes.add_argument("--forward", action="store_true", help="the forward pass (default); with --backward: both")
     shapes.add_argument("--backward", action="store_true", help="the gradients")

@@ -28,18 +28,19 @@ from . import (
 
 def add(parser: argparse.ArgumentParser) -> None:
     cases = parser.add_argument_group("the calls; of what takes several values every combination is measured")
+    cases.add_argument("--batch", type=size, metavar="N", help="sequences (default: so many that tokens are 16k, 2k)")
     cases.add_argument(
-        "--batch", type=size, metavar="N", help="sequences (default: so many that the tokens stay as many)"
-    )
-    cases.add_argument(
-        "--seqlen", type=sizes, metavar="N,M or N:M", help="queries: 1k,4k or, each twice the one before, 1k:16k"
+        "--seqlen",
+        type=sizes,
+        metavar="N,M or N:M",
+        help="queries: 1k,4k or, each twice the one before, 1k:16k (default: 1k:16k on a GPU, 256:2k on the CPU)",
     )
     cases.add_argument("--seqlen-k", type=size, metavar="N", help="keys (default: as many as queries)")
     cases.add_argument(
-        "--heads", type=size, metavar="N", help="query heads (default: so many that heads x head_dim stays)"
+        "--heads", type=size, metavar="N", help="query heads (default: so many that heads x head_dim is 2k, 128)"
     )
     cases.add_argument("--kv-heads", type=size, metavar="N", help="key heads (default: as many as query heads)")
-    cases.add_argument("--head-dim", type=sizes, metavar="N,M", help="1 to 256")
+    cases.add_argument("--head-dim", type=sizes, metavar="N,M", help="1 to 256 (default: 128, 64)")
     cases.add_argument("--head-dim-v", type=size, metavar="N", help="head_dim of v (default: that of q)")
     cases.add_argument(
         "--dtype", choices=list(DTYPES), help="default: bfloat16 or float16 on a GPU, float32 on the CPU"

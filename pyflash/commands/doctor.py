@@ -179,7 +179,8 @@ def _libraries(report: _Report) -> None:
 def _cache(report: _Report) -> None:
     folder = compile.cache_folder()
     kernels = list(folder.glob("*.cubin")) if folder.is_dir() else []
-    used = f"{len(kernels)} compiled kernels, {sum(k.stat().st_size for k in kernels) / 1e6:.1f} MB"
+    count = f"{len(kernels)} compiled kernel{'' if len(kernels) == 1 else 's'}"
+    used = f"{count}, {sum(k.stat().st_size for k in kernels) / 1e6:.1f} MB"
     if compile.writable(folder):
         report.good("cache", f"{folder}: {used}")
     else:
