@@ -91,6 +91,7 @@ fwd_sm90(const __grid_constant__ Params params) {
   Work work;
   KeyWalk range;                // key tiles of this warpgroup's rows
   int before, behind;           // how many of the output tile's walk lie before them, and behind
+  float slope[2];               // ALIBI: of the heads of the lane's rows
   bool unchecked = false;       // whether o has products of masked tiles that were not looked through
 
   // ---- The lane's two rows of an output tile
@@ -126,6 +127,8 @@ fwd_sm90(const __grid_constant__ Params params) {
     if constexpr (VARLEN) {
       if (work.valid()) enter_part<BY_QUERIES>(own, params, rows_part(params, work));
     }
+#pragma unroll
+    for (int r = 0; r < 2; r++) slope[r] = slope_of(p, {work.batch, head(work, r)});
     const KeyWalk all = tile_keys(p, work);
     range = find_range(p);
     before = all.end - range.end;
@@ -283,8 +286,8 @@ fwd_sm90(const __grid_constant__ Params params) {
   // ---- Softmax
   auto modify = [&](int n) {
     const int kv0 = first_key(n);
-    const Scorer scorers[2] = {{p, {work.batch, head(work, 0)}, query(work, 0), kv0},
-                               {p, {work.batch, head(work, 1)}, query(work, 1), kv0}};
+    const Scorer scorers[2] = {{p, {work.batch, head(work, 0)}, query(work, 0), kv0, slope[0]},
+                               {p, {work.batch, head(work, 1)}, query(work, 1), kv0, slope[1]}};
     by_size(p, s_rmem, [&](auto small) {
 #pragma unroll
       for (int i = 0; i < TILE_N / 2; i++) {
@@ -320,8 +323,8 @@ fwd_sm90(const __grid_constant__ Params params) {
       return softmax.take_stale<true>(s_rmem, TileSoftmax::scaled(scale));
     }
     const int kv0 = first_key(n);
-    const Scorer scorers[2] = {{p, {work.batch, head(work, 0)}, query(work, 0), kv0, side(n)},
-                               {p, {work.batch, head(work, 1)}, query(work, 1), kv0, side(n)}};
+    const Scorer scorers[2] = {{p, {work.batch, head(work, 0)}, query(work, 0), kv0, side(n) * slope[0]},
+                               {p, {work.batch, head(work, 1)}, query(work, 1), kv0, side(n) * slope[1]}};
     return by_size(p, s_rmem, [&](auto small) {
       return softmax.take_stale<SCORES_HIDE>(s_rmem, [&](float qk, int i, float origin) {
         const auto known = small.template with<true>(addend(i));

@@ -51,6 +51,12 @@ template <bool SMALL_, bool ONE_SIDED_ = false, bool GIVEN_ = false> struct Know
   }
 };
 
+// ALIBI: the slope of a head, in a Scorer's units. It lies in memory, so who can holds it from the first element on.
+__device__ __forceinline__ Real slope_of(const Params& p, const Head& at) {
+  if constexpr (!cfg::ALIBI) return 0;
+  return p.alibi_slopes[at.batch * p.alibi_slopes_stride[0] + at.head * p.alibi_slopes_stride[1]] * UNIT;
+}
+
 // Makes scores of products q.k, in its units, and gradients of products of gradients of scores. A positive scale
 // alone commutes with the maximum, so it is folded into the exponent's fused multiply-add (exponent_scale); everything
 // else is applied here first. Made for one element, others are told by how far they lie from it: constants, so that
@@ -64,12 +70,10 @@ struct Scorer {
   int q_idx, kv_idx;
   mutable RunningSums<Real, cfg::SCATTERS> sums;
 
-  __device__ __forceinline__ Scorer(const Params& p, const Head& at, int q_idx, int kv_idx, int side = 1) : p(p) {
-    if constexpr (cfg::ALIBI) {
-      const i64 place = at.batch * p.alibi_slopes_stride[0] + at.head * p.alibi_slopes_stride[1];
-      slope = p.alibi_slopes[place] * (side * UNIT);
-      distance = q_idx + p.seqlen_k - p.seqlen_q - kv_idx;
-    }
+  __device__ __forceinline__ Scorer(const Params& p, const Head& at, int q_idx, int kv_idx)
+    : Scorer(p, at, q_idx, kv_idx, slope_of(p, at)) {}
+  __device__ __forceinline__ Scorer(const Params& p, const Head& at, int q_idx, int kv_idx, Real slope) : p(p) {
+    if constexpr (cfg::ALIBI) this->slope = slope, distance = q_idx + p.seqlen_k - p.seqlen_q - kv_idx;
     if constexpr (cfg::BIAS) bias = p.bias + place(p.bias_stride, at, q_idx, kv_idx);
     if constexpr (cfg::DBIAS) dbias = p.dbias + place(p.dbias_stride, at, q_idx, kv_idx);
     if constexpr (cfg::BIAS || cfg::SCORE_MOD || DROPS) this->at = at, this->q_idx = q_idx, this->kv_idx = kv_idx;
