@@ -41,7 +41,6 @@
 //
 //   q [Q_STAGES][64 rows each] | k [STAGES] | v [STAGES] | which output tile is next (travels with q) | mbarriers
 #include "fwd_sm90_load.cuh"
-#include "quads.cuh"
 #include "softmax.cuh"
 
 extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS)
@@ -79,6 +78,7 @@ fwd_sm90(const __grid_constant__ Params params) {
   }
   setmaxnreg_inc<cfg::CONSUMER_REGS>();
   const int wg = warpgroup - 1, lane = threadIdx.x % WARP, warp_row = threadIdx.x % WARPGROUP / WARP * 16;
+  const int warp = threadIdx.x / WARP - WARPGROUP / WARP;
   Own<VARLEN> own(params);
   const Params& p = own.p;
   const float scale = exponent_scale(p);
@@ -116,6 +116,30 @@ fwd_sm90(const __grid_constant__ Params params) {
     return warpgroup_keys(p, tile_keys(p, work), {work.batch, work.head}, work.m0 + wg * WG_QUERIES);
   };
 
+  // ---- What lies in memory for each element, and is added to its score
+  u32 addends[4], addends_at = 0;
+  if constexpr (ADDENDS_AHEAD) addends_at = smem.addends[warp].place(lane);
+  auto load_addends = [&](int n) {  // of a key tile to shared memory, once those before have been read
+    if constexpr (ADDENDS_AHEAD) {
+      const int kv0 = range.tile(n) * TILE_N;
+      __syncwarp();
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const int q_idx = query(work, r), keys = q_idx < p.seqlen_q ? p.seqlen_k - kv0 : 0;
+        smem.addends[warp].load(r, addend_row(p, {work.batch, head(work, r)}, q_idx) + kv0, keys, lane);
+      }
+      cp_async_commit();
+    }
+  };
+  auto addend = [&](int i) {  // of element i of the lane's, in rising order
+    if constexpr (!ADDENDS_AHEAD) return 0.f;
+    if constexpr (ADDENDS_AHEAD) {
+      if (i % 8 == 0) smem.addends[warp].read(addends, addends_at, i / 8);
+    }
+    const u32 pair = addends[i % 8 / 2];
+    return to_real(Element{(unsigned short)(i % 2 ? pair >> 16 : pair)});
+  };
+
   // ---- Handing over: output tiles, buffers, turns
   auto receive_work = [&]() {
     mbarrier_wait(&smem.q_full[q.index][wg], q.parity);
@@ -133,6 +157,7 @@ fwd_sm90(const __grid_constant__ Params params) {
     range = find_range(p);
     before = all.end - range.end;
     behind = range.begin - all.begin;
+    if (range.begin < range.end) load_addends(range.end - 1);
   };
   auto release = [&](u64* empty) {
     if (lane == 0) mbarrier_arrive(empty);
@@ -170,25 +195,17 @@ fwd_sm90(const __grid_constant__ Params params) {
     // Nothing is made from it before the scores are there. What random bits are shared by the compiler knows to be 0.
     return BY_ELEMENT ? (int)opaque(key) & ~9 : key;
   };
-  // ---- What lies in memory for each element, loaded before its scores are there
+  // ---- Which elements are hidden, loaded before their scores are there
   using Bits = QuadBits<TILE_N>;
-  QuadPairs<TILE_N> addends[2];  // of the lane's rows
-  Bits seen[2];
-  u32 hidden[2];                 // bits
+  Bits seen[2];   // of the lane's rows
+  u32 hidden[2];  // bits
   auto load_ahead = [&](int n) {
     const int kv0 = range.tile(n) * TILE_N;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const int q_idx = query(work, r), keys = q_idx < p.seqlen_q ? p.seqlen_k - kv0 : 0;
-      const Head at = {work.batch, head(work, r)};
-      if constexpr (ADDENDS_AHEAD) addends[r].load(addend_row(p, at, q_idx) + kv0, keys, lane);
-      if constexpr (HIDDEN_AHEAD) seen[r].load(visible_row(p, at, q_idx) + kv0, keys, lane);
+      if constexpr (HIDDEN_AHEAD) seen[r].load(visible_row(p, {work.batch, head(work, r)}, q_idx) + kv0, keys, lane);
     }
-  };
-  auto addend = [&](int i) {  // of element i of the lane's
-    if constexpr (!ADDENDS_AHEAD) return 0.f;
-    const u32 pair = addends[i / 2 % 2].pair(i / 4);
-    return to_real(Element{(unsigned short)(i % 2 ? pair >> 16 : pair)});
   };
   auto look = [&](int n) {  // HIDES_ANYWHERE: which elements of a tile are hidden
     const int kv0 = first_key(n);
@@ -213,9 +230,9 @@ fwd_sm90(const __grid_constant__ Params params) {
   };
   // While products are on their way.
   auto prepare = [&](int n) {
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      if constexpr (ADDENDS_AHEAD) addends[r].arrange(lane);
+    if constexpr (ADDENDS_AHEAD) {
+      cp_async_wait<0>();
+      __syncwarp();
     }
     if constexpr (HIDES_ANYWHERE) {
       if (range.hides(n)) look(n);
@@ -427,6 +444,7 @@ fwd_sm90(const __grid_constant__ Params params) {
     modify(n);
     if (range.hides(n)) hide(n);
     softmax.take_raised<true>(s_rmem, scale, factor);
+    if (n > range.begin) load_addends(n - 1);
     round_p(n);
   };
   bool rising = false;  // ADAPTS: the warp's last step was outgrown
@@ -444,6 +462,7 @@ fwd_sm90(const __grid_constant__ Params params) {
     }
     finish_output();
     if (raised) rescale(factor);
+    if (n > range.begin) load_addends(n - 1);
     round_p(n);
   };
   auto full_step = [&](int n) {
@@ -464,6 +483,7 @@ fwd_sm90(const __grid_constant__ Params params) {
       release_k(n);
     }
     k.advance();
+    if (n > range.begin) load_addends(n - 1);
     round_p(n);
   };
 

@@ -1,8 +1,8 @@
 // What fwd_sm90 computes from: the order of output tiles, the key tiles of a walk, the buffers in shared memory and how
 // they are handed over, and the thread that fills them.
 #pragma once
+#include "quads.cuh"
 #include "score.cuh"
-#include "tile_sm90.cuh"
 
 using cfg::Element;
 using cfg::TILE_M, cfg::TILE_N, cfg::TILE_D, cfg::TILE_DV, cfg::STAGES, cfg::Q_STAGES;
@@ -43,7 +43,11 @@ __device__ __forceinline__ int rows_part(const Params& p, const Work& work) {
   return cfg::SPLIT ? work.split / p.num_splits : work.split;
 }
 
-struct Smem {
+// What is added to the scores of a key tile: each warp's rows.
+template <bool> struct Addends { StagedPairs<Element, TILE_N> addends[CONSUMER_WARPS]; };
+template <> struct Addends<false> { static constexpr StagedPairs<Element, TILE_N>* addends = nullptr; };
+
+struct Smem : Addends<ADDENDS_AHEAD> {
   alignas(1024) Element q[Q_STAGES][CONSUMERS][D_CHUNKS][WG_ROWS][CHUNK];
   Element k[STAGES][D_CHUNKS][TILE_N][CHUNK];
   Element v[STAGES][DV_CHUNKS][TILE_N][CHUNK];

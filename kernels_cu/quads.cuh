@@ -1,37 +1,30 @@
-// Rows of arrays in global memory as accumulators need them: a lane reads 16 bytes at a time, quads of lanes trade what
-// they read, and then lane t of a quad has columns 8 j + 2 t and the next of its quad's row. Loads are for the caller
-// to start early; what is done with them waits for them.
+// Rows of arrays in global memory as accumulators need them: a lane loads 16 bytes at a time, and afterwards lane t of a
+// quad has columns 8 j + 2 t and the next of its quad's row. Loads are for the caller to start early.
 #pragma once
 #include "tile_sm90.cuh"
 
-// A lane's units of 16 bytes in a row: every fourth. Columns from `columns` on do not exist, and become zeros.
-template <int UNIT_COLUMNS, int LOADS>
-__device__ __forceinline__ void load_units(u32 (&x)[LOADS][4], const void* row, int columns, int lane) {
+// A warp's 16 rows of 16-bit elements on their way through shared memory, which takes no registers and gives lanes what
+// they need: rows that begin at a multiple of 16 bytes and have a multiple of 8 columns, of which COLUMNS. A unit of
+// padding puts the same columns of eight rows in different banks.
+template <class Element, int COLUMNS> struct StagedPairs {
+  static constexpr int UNIT_COLUMNS = 8, UNITS = COLUMNS / UNIT_COLUMNS;
+  Element rows[16][COLUMNS + UNIT_COLUMNS];
+
+  // The lane's share of its row lane / 4 + 8 * r, every fourth unit. Columns from `columns` on become zeros.
+  __device__ __forceinline__ void load(int r, const void* row, int columns, int lane) {
 #pragma unroll
-  for (int k = 0; k < LOADS; k++) {
-    const int unit = 4 * k + lane % 4;
-#pragma unroll
-    for (u32& word : x[k]) word = 0;
-    if (unit * UNIT_COLUMNS < columns) {
-      ld_global_v4(x[k], static_cast<const unsigned char*>(row) + unit * UNIT_BYTES);
+    for (int unit = lane % 4; unit < UNITS; unit += 4) {
+      const int column = unit * UNIT_COLUMNS;
+      cp_async<UNIT_BYTES>(smem_u32(&rows[lane / 4 + 8 * r][column]), static_cast<const Element*>(row) + column,
+                           column < columns);
     }
   }
-}
-
-// COLUMNS 16-bit elements. Of a row that begins at a multiple of 16 bytes and has a multiple of 8 columns.
-template <int COLUMNS> struct QuadPairs {
-  static constexpr int UNIT_COLUMNS = 8, UNITS = COLUMNS / UNIT_COLUMNS, LOADS = (UNITS + 3) / 4;
-  u32 x[LOADS][4];
-
-  __device__ __forceinline__ void load(const void* row, int columns, int lane) {
-    load_units<UNIT_COLUMNS>(x, row, min(columns, COLUMNS), lane);
+  // Once they are there, for all lanes: from where a lane reads.
+  __device__ __forceinline__ u32 place(int lane) const { return smem_u32(&rows[lane % 16][lane / 16 * UNIT_COLUMNS]); }
+  // The lane's pairs of columns 16 i + 8 * (k / 2) on in pairs[k], of its row k % 2.
+  static __device__ __forceinline__ void read(u32 (&pairs)[4], u32 place, int i) {
+    ldmatrix_x4(pairs, place + i * 2 * UNIT_BYTES);
   }
-  __device__ __forceinline__ void arrange(int lane) {
-#pragma unroll
-    for (int k = 0; k < LOADS; k++) transpose_quad(x[k], lane);
-  }
-  // Once arranged: the lane's two columns of the j-th eight.
-  __device__ __forceinline__ u32 pair(int j) const { return x[j / 4][j % 4]; }
 };
 
 // Sixteen bytes that are 0 or 1, to bits: a product moves those of four, apart from each other, to its last four.
@@ -47,8 +40,17 @@ template <int COLUMNS> struct QuadBits {
   static_assert(LOADS <= 2, "the bits of a lane's columns are a word");
   u32 x[LOADS][4];
 
+  // A lane reads every fourth unit of 16 bytes. Columns from `columns` on do not exist, and become zeros.
   __device__ __forceinline__ void load(const void* row, int columns, int lane) {
-    load_units<UNIT_COLUMNS>(x, row, min(columns, COLUMNS), lane);
+#pragma unroll
+    for (int k = 0; k < LOADS; k++) {
+      const int unit = 4 * k + lane % 4;
+#pragma unroll
+      for (u32& word : x[k]) word = 0;
+      if (unit * UNIT_COLUMNS < min(columns, COLUMNS)) {
+        ld_global_v4(x[k], static_cast<const unsigned char*>(row) + unit * UNIT_BYTES);
+      }
+    }
   }
   // Those of the lane's columns, each at its place().
   __device__ __forceinline__ u32 bits(int lane) const {

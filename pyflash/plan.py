@@ -76,6 +76,12 @@ def _padded(problem: Problem, kernel: Kernel) -> tuple[int, int]:
     return tuple(_cdiv(d, kernel.pad) * kernel.pad for d in (problem.head_dim, problem.head_dim_v))
 
 
+def _smem_bytes(problem: Problem, kernel: Kernel, row: Row) -> int:
+    itemsize = problem.dtype.itemsize
+    bias = row.tile_m * (row.tile_n * itemsize + 16) if kernel.stages_bias and scores.wide(problem, "bias") else 0
+    return bias + kernel.smem_bytes(row, *_padded(problem, kernel), itemsize)
+
+
 _WALKING = tuple(kernel for name, kernel in KERNELS.items() if params.computes_scores(name))  # over tiles of scores
 
 
@@ -104,7 +110,7 @@ def _rows(problem: Problem, kernel: Kernel, device: Device, fits: Callable = _di
             and (row.max_seqlen is None or max(problem.seqlen_q, problem.seqlen_k) <= row.max_seqlen)
             and (row.max_band is None or _band_width(problem) <= row.max_band)
             and row.min_smem <= device.smem_bytes
-            and kernel.smem_bytes(row, *dims, problem.dtype.itemsize) <= device.smem_bytes
+            and _smem_bytes(problem, kernel, row) <= device.smem_bytes
             and fits(problem, kernel, row)
         ):
             yield row
@@ -182,7 +188,7 @@ def _config(problem: Problem, name: str, row: Row, tensors: dict[str, Tensor]) -
         **(scores.config(problem, kernel, row) if params.computes_scores(name) else {}),
         **(sizes.config(problem) if params.by_sequence(name) else {}),
         **{f"WIDE_{n.upper()}": n not in tensors or tensors[n].wide() for n in params.strided_tensors(name)},
-        "SMEM_BYTES": kernel.smem_bytes(row, tile_d, tile_dv, problem.dtype.itemsize),
+        "SMEM_BYTES": _smem_bytes(problem, kernel, row),
     }
 
 

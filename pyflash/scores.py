@@ -16,6 +16,11 @@ def _rows(problem: Problem) -> dict[str, bool]:
     return {n: t.strides[-1] == 1 and t.dtype == dtype and t.wide() for n, (t, dtype) in given.items()}
 
 
+def wide(problem: Problem, name: str) -> bool:
+    """Whether there is such an array, and Hopper's kernels read it 16 bytes at a time."""
+    return _rows(problem).get(name, False)
+
+
 def read_by_element(problem: Problem) -> tuple[str, ...]:
     """Those of which Hopper's kernels read every element by itself."""
     return tuple(name for name, wide in _rows(problem).items() if not wide)
@@ -35,7 +40,7 @@ def config(problem: Problem, kernel: Kernel, row: Row) -> dict[str, object]:
         "MASK_BLOCK_M": blocks.block_q if blocks else row.tile_m,
         "MASK_BLOCK_N": blocks.block_k if blocks else row.tile_n,
         **{f"UNIT_{name.upper()}": value for name, value in unit.items()},
-        **{f"WIDE_{name.upper()}": hopper and rows.get(name, False) for name in unit},
+        **{f"WIDE_{name.upper()}": hopper and wide(problem, name) for name in unit},
         "DBIAS": "dbias" in arrays,
         "UNIT_DBIAS": "dbias" in arrays and arrays["bias"].shape[-1:] > (1,),
         "NEAR_ARRAYS": all(t.span() < 2**31 for n, t in arrays.items() if n in _CAPTURED),

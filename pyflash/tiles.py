@@ -40,6 +40,7 @@ class Kernel:
     pad: int  # head_dim and head_dim_v are padded to a multiple of this in shared memory and registers
     smem_bytes: Callable[[Row, int, int, int], int]  # (row, TILE_D, TILE_DV, bytes of an element) -> sizeof(Smem)
     rows: tuple[Row, ...]
+    stages_bias: bool = False  # rows of a bias that are read 16 bytes at a time pass through shared memory, padded
     spill_bytes: int = 0  # the most that a variant may spill, stores and loads together, with any NVRTC
     option_spill_bytes: int = 0  # the same where features other than causal are on
 
@@ -293,6 +294,7 @@ KERNELS: dict[str, Kernel] = {
             ),
             *_fwd_sm90(128, 128, 128, 3, 1, _SHORT, pass_early=2, min_seqlen_q=512, only_causal=False),
             *_fwd_sm90(128, 128, 128, 3, 1, f"{_SHORT}; handed out, at 128 +3 % full", pass_early=2, dynamic=True),
+            *_fwd_sm90(128, 128, 128, 2, 1, "what fits beside rows of a bias", pass_early=2),
             *_fwd_sm90(192, 128, 128, 2, 1, "head_dim_v up to 128; 112 or 96 keys -1 to -8 %"),
             *_fwd_sm90(192, 128, 96, 2, 1, "112 keys -3 % at 1k, equal from 4k on"),
             *_fwd_sm90(
@@ -317,6 +319,7 @@ KERNELS: dict[str, Kernel] = {
                 early=False,
             ),
         ),
+        stages_bias=True,
         option_spill_bytes=464,  # causal, bias, mask and sinks at once; alone at most 280, of a mask
     ),
     "fwd_simt": Kernel(
