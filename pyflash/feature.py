@@ -76,6 +76,10 @@ class Feature:
         """A scalar as the problem keeps it. Raises what the user should read."""
         return value
 
+    def idle(self, value: object) -> bool:
+        """Whether a scalar changes nothing, so that no kernel need hear of it."""
+        return False
+
     def shape_error(self, shape: tuple[int, ...], sizes: Sizes) -> str | None:
         """What an array's shape must be, if it is not."""
         return None

@@ -294,6 +294,9 @@ class _ScoreMod(_Function):
     flags = ("SCORE_MOD",)
     kernels = SIMT + SM80 + SM90
 
+    def idle(self, value):
+        return value.graph.nodes[-1].operation == "input"  # the score itself: others would be cast
+
     def score(self, value, s, at):
         return self.evaluated(value.graph, value, at, s.dtype.type, score=s).copy()
 

@@ -405,7 +405,7 @@ def make(
         head_dim=head_dim,
         head_dim_v=head_dim_v,
         softmax_scale=1.0 / math.sqrt(head_dim) if scale is None else scale,
-        options=on,
+        options=tuple((name, value) for name, value in on if not features.BY_NAME[name].idle(value)),
         tensors=tuple(every.items()),
         outputs=tuple(outputs),
         deterministic=deterministic,

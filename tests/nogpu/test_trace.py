@@ -112,6 +112,17 @@ def test_alibi_as_a_function_is_alibi():
         np.testing.assert_allclose(got, right, rtol=1e-12, atol=1e-12)
 
 
+def test_a_function_that_changes_nothing_costs_nothing():
+    idle = trace.trace("score_mod", lambda s, b, h, i, j: s)
+    for backward in (False, True):
+        assert plan(example(score_mod=idle, backward=backward), KNOWN["H200"]) == plan(
+            example(backward=backward), KNOWN["H200"]
+        )
+    out, lse = pyflash.flash_attention(Q, K, V, return_lse=True, score_mod=lambda s, b, h, i, j: s)
+    call = {"score_mod": lambda s, b, h, i, j: s, "return_dscore_mod": True}
+    assert pyflash.flash_attention_backward(DOUT, Q, K, V, out, lse, **call)[3] == ()
+
+
 def test_the_gradient_of_a_bias_below_a_function():
     """By a difference quotient: the bias is added before the function."""
     bias, direction, step = RNG.standard_normal((4, 1, 23)), RNG.standard_normal((4, 1, 23)), 1e-6
