@@ -241,8 +241,8 @@ fwd_sm90(const __grid_constant__ Params params) {
 
   // ---- Products
   auto multiply_scores = [&]() {  // s = q kT
-    const u64 a = descriptor_k_major(smem_u32(smem.q[q.index][wg]));
-    const u64 b = descriptor_k_major(smem_u32(smem.k[k.index]));
+    const u32 q_smem = smem_u32(smem.q[q.index][wg]), k_smem = smem_u32(smem.k[k.index]);
+    const u64 a = descriptor_k_major(q_smem, u32(p.seqlen_k) >> 31), b = descriptor_k_major(k_smem, k_smem >> 31);
     wgmma_ss<Element, TILE_N, false, false, false>(s_rmem, a, b);
 #pragma unroll
     for (int i = 1; i < D_STEPS; i++) {
@@ -254,7 +254,8 @@ fwd_sm90(const __grid_constant__ Params params) {
     wgmma_commit();
   };
   auto multiply_values = [&](auto pass) {  // o += p v, and perhaps pass the turn
-    const u64 b = descriptor_mn_major(smem_u32(smem.v[v.index]), sizeof(smem.v[0][0]));
+    const u32 v_smem = smem_u32(smem.v[v.index]);
+    const u64 b = descriptor_mn_major(v_smem, sizeof(smem.v[0][0]), v_smem >> 31);
 #pragma unroll
     for (int i = 0; i < KEY_STEPS; i++) {
       if (decltype(pass)::value && i == KEY_STEPS - cfg::PASS_EARLY) pass_turn();

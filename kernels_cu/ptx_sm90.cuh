@@ -148,14 +148,17 @@ template <int STEPS, int COUNT> __device__ __forceinline__ void wgmma_hold(u32 (
 // "Matrix descriptor format": where a wgmma operand lies, for chunks with the 128-byte swizzle. `address` is that of
 // the operand's first row and k-step; the next 16 of the summed dimension start 32 bytes further along the row
 // (K-major) or 16 rows further down (MN-major). Eight rows, the swizzle's period, take 1024 bytes.
-enum : u64 { DESCRIPTOR_SWIZZLE_128B = u64(1) << 62, DESCRIPTOR_EIGHT_ROWS = u64(1024 >> 4) << 32 };
-__device__ __forceinline__ u64 descriptor_k_major(u32 address) {
-  return u64((address & 0x3ffff) >> 4) | u64(1) << 16 | DESCRIPTOR_EIGHT_ROWS | DESCRIPTOR_SWIZZLE_128B;
+// `zero` is 0. Where the assembler cannot know, it leaves the upper word where it is; else it moves the constant there anew
+// for each instruction. Operands of one instruction want different ones.
+enum : u32 { DESCRIPTOR_SWIZZLE_128B = u32(1) << 30, DESCRIPTOR_EIGHT_ROWS = 1024 >> 4 };
+__device__ __forceinline__ u64 descriptor(u32 address, u32 chunk_units, u32 zero) {
+  const u32 high = DESCRIPTOR_SWIZZLE_128B | DESCRIPTOR_EIGHT_ROWS | zero;
+  return u64(high) << 32 | ((address & 0x3ffff) >> 4) | chunk_units << 16;
 }
+__device__ __forceinline__ u64 descriptor_k_major(u32 address, u32 zero = 0) { return descriptor(address, 1, zero); }
 // chunk_bytes: from one chunk of 64 elements to the next, where the operand is wider than one.
-__device__ __forceinline__ u64 descriptor_mn_major(u32 address, u32 chunk_bytes) {
-  return u64((address & 0x3ffff) >> 4) | u64(chunk_bytes >> 4) << 16 | DESCRIPTOR_EIGHT_ROWS |
-         DESCRIPTOR_SWIZZLE_128B;
+__device__ __forceinline__ u64 descriptor_mn_major(u32 address, u32 chunk_bytes, u32 zero = 0) {
+  return descriptor(address, chunk_bytes >> 4, zero);
 }
 
 // The same operand `bytes` further on: smem addresses never carry out of the lower word. Said in C++, the compiler adds

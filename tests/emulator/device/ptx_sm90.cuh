@@ -72,10 +72,10 @@ template <int STEPS, int COUNT> inline void wgmma_hold(u32 (&)[STEPS][COUNT]) {}
 
 constexpr u64 DESCRIPTOR_SWIZZLE_128B = u64(1) << 62;
 constexpr u64 DESCRIPTOR_EIGHT_ROWS = u64(1024 >> 4) << 32;
-inline u64 descriptor_k_major(u32 address) {
+inline u64 descriptor_k_major(u32 address, u32 = 0) {
   return u64((address & 0x3ffff) >> 4) | u64(1) << 16 | DESCRIPTOR_EIGHT_ROWS | DESCRIPTOR_SWIZZLE_128B;
 }
-inline u64 descriptor_mn_major(u32 address, u32 chunk_bytes) {
+inline u64 descriptor_mn_major(u32 address, u32 chunk_bytes, u32 = 0) {
   return u64((address & 0x3ffff) >> 4) | u64(chunk_bytes >> 4) << 16 | DESCRIPTOR_EIGHT_ROWS | DESCRIPTOR_SWIZZLE_128B;
 }
 inline u64 descriptor_at(u64 descriptor, u32 bytes) {
