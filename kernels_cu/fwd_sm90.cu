@@ -116,6 +116,15 @@ fwd_sm90(const __grid_constant__ Params params) {
     return warpgroup_keys(p, tile_keys(p, work), {work.batch, work.head}, work.m0 + wg * WG_QUERIES);
   };
 
+  // ---- The walk's tiles. What a block mask says of them lies in memory: it is read a step ahead
+  int entry = 0, next_entry = 0;
+  auto tile = [&](int n) { return cfg::BLOCK_MASK ? range.list.tile(n, entry) : range.tile(n); };
+  auto hides = [&](int n) { return cfg::BLOCK_MASK ? range.hides(tile(n), entry) : range.hides(n); };
+  auto look_up = [&](int n) {
+    entry = next_entry;
+    if (n > range.begin) next_entry = range.list.entry(n - 1);
+  };
+
   // ---- What lies in memory for each element, and is added to its score
   u32 addends[4], addends_at = 0;
   if constexpr (ADDENDS_AHEAD) addends_at = smem.addends[warp].place(lane);
@@ -157,7 +166,10 @@ fwd_sm90(const __grid_constant__ Params params) {
     range = find_range(p);
     before = all.end - range.end;
     behind = range.begin - all.begin;
-    if (range.begin < range.end) load_addends(range.end - 1);
+    if (range.begin < range.end) {
+      next_entry = range.list.entry(range.end - 1);
+      load_addends(range.end - 1);
+    }
   };
   auto release = [&](u64* empty) {
     if (lane == 0) mbarrier_arrive(empty);
@@ -191,7 +203,7 @@ fwd_sm90(const __grid_constant__ Params params) {
   };
 
   auto first_key = [&](int n) {  // of the lane's in a key tile
-    const int key = range.tile(n) * TILE_N + lane % 4 * 2;
+    const int key = tile(n) * TILE_N + lane % 4 * 2;
     // Nothing is made from it before the scores are there. What random bits are shared by the compiler knows to be 0.
     return BY_ELEMENT ? (int)opaque(key) & ~9 : key;
   };
@@ -200,7 +212,7 @@ fwd_sm90(const __grid_constant__ Params params) {
   Bits seen[2];   // of the lane's rows
   u32 hidden[2];  // bits
   auto load_ahead = [&](int n) {
-    const int kv0 = range.tile(n) * TILE_N;
+    const int kv0 = tile(n) * TILE_N;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const int q_idx = query(work, r), keys = q_idx < p.seqlen_q ? p.seqlen_k - kv0 : 0;
@@ -235,7 +247,7 @@ fwd_sm90(const __grid_constant__ Params params) {
       __syncwarp();
     }
     if constexpr (HIDES_ANYWHERE) {
-      if (range.hides(n)) look(n);
+      if (hides(n)) look(n);
     }
   };
 
@@ -332,7 +344,7 @@ fwd_sm90(const __grid_constant__ Params params) {
     unchecked = HIDES_KEYS;
   };
   auto side = [&](int n) {  // of the tile, for the warpgroup's queries and those behind them, where walks start
-    return side_of(p, work.m0 + wg * WG_QUERIES, work.m0 + TILE_QUERIES, range.tile(n));
+    return side_of(p, work.m0 + wg * WG_QUERIES, work.m0 + TILE_QUERIES, tile(n));
   };
   // Scores become probabilities against the stale reference. Returns whether they were too large for it.
   auto take_stale = [&](int n) {
@@ -438,12 +450,13 @@ fwd_sm90(const __grid_constant__ Params params) {
   // ---- Steps: p of key tile n, whose scores are there, beside o += p v of the tile before
   auto first_step = [&](int n) {  // there is no tile before
     float factor[2];
+    look_up(n);
     release_k(n);
     k.advance();
     load_ahead(n);
     prepare(n);
     modify(n);
-    if (range.hides(n)) hide(n);
+    if (hides(n)) hide(n);
     softmax.take_raised<true>(s_rmem, scale, factor);
     if (n > range.begin) load_addends(n - 1);
     round_p(n);
@@ -455,7 +468,7 @@ fwd_sm90(const __grid_constant__ Params params) {
     release_k(n);
     k.advance();
     modify(n);
-    if (!(RAISES || ADAPTS || HIDES_ANYWHERE) || range.hides(n)) hide(n);
+    if (!(RAISES || ADAPTS || HIDES_ANYWHERE) || hides(n)) hide(n);
     if constexpr (BY_ELEMENT) {
       raised = rising = softmax.take_checked(s_rmem, scale, factor);
     } else {
@@ -546,7 +559,8 @@ fwd_sm90(const __grid_constant__ Params params) {
     }
     first_step(range.end - 1);
     for (int n = range.end - 2; n >= range.begin; n--) {
-      const bool full = !RAISES && !range.hides(n) && side(n);
+      look_up(n);
+      const bool full = !RAISES && !hides(n) && side(n);
       if constexpr (ADAPTS) {
         start_step(n);
         if (full && !rising) full_step(n); else raising_step(n);

@@ -127,12 +127,12 @@ template <int PER_BLOCK> struct BlockList {
       entries = list + 1, count = VARLEN && p.no_sequence ? 0 : list[0];
     }
   }
-  __device__ __forceinline__ int tile(int i) const {
-    return cfg::BLOCK_MASK ? (entries[(u32)i / PER_BLOCK] >> 1) * PER_BLOCK + (u32)i % PER_BLOCK : i;
+  __device__ __forceinline__ int entry(int i) const { return cfg::BLOCK_MASK ? entries[(u32)i / PER_BLOCK] : 0; }
+  __device__ __forceinline__ int tile(int i) const { return tile(i, entry(i)); }
+  static __device__ __forceinline__ int tile(int i, int entry) {  // of a position, and its entry
+    return cfg::BLOCK_MASK ? (entry >> 1) * PER_BLOCK + (u32)i % PER_BLOCK : i;
   }
-  __device__ __forceinline__ bool hides(int i) const {
-    return cfg::BLOCK_MASK && !(entries[(u32)i / PER_BLOCK] & 1);
-  }
+  static __device__ __forceinline__ bool hides(int entry) { return cfg::BLOCK_MASK && !(entry & 1); }
   // How many positions have tiles before this one.
   __device__ __forceinline__ int before(int tile) const {
     if (!cfg::BLOCK_MASK || tile == 0) return tile;
@@ -178,9 +178,9 @@ struct KeyWalk {
   // How many tiles are visited behind one that is.
   __device__ __forceinline__ int behind(int tile) const { return end - 1 - list.before(tile); }
   // Whether keys of the tile are hidden from some row.
-  __device__ __forceinline__ bool hides(int i) const {
-    const int n = tile(i);
-    return !(n >= range.full_begin && n < range.full_end) || list.hides(i);
+  __device__ __forceinline__ bool hides(int i) const { return hides(tile(i), list.entry(i)); }
+  __device__ __forceinline__ bool hides(int tile, int entry) const {
+    return !(tile >= range.full_begin && tile < range.full_end) || list.hides(entry);
   }
 };
 
@@ -256,7 +256,7 @@ struct QueryWalk {
             ceil_div(mask_queries(p), cfg::MASK_BLOCK_M)};
   }
   __device__ __forceinline__ QueryVisit at(const List& list, int group_head, int position, int end) const {
-    return {group_head, position, list.tile(position), list.hides(position), end};
+    return {group_head, position, list.tile(position), list.hides(list.entry(position)), end};
   }
   // The first visit of the first head from this one on that has any, or none behind the last.
   __device__ __forceinline__ QueryVisit entering(const Params& p, int group_head) const {
