@@ -297,7 +297,7 @@ bwd_sm80(const __grid_constant__ Params params) {
       multiply_rows<TILE_D, KEPT_D>(s, k_kept, lane_address<TILE_D, ROWS_FIRST>(smem.k, key0, lane),
                                     lane_address<TILE_D, COLS_FIRST>(smem.q[tile.slot], 0, lane));
       const Scorer scorer = scorer_of(tile);
-      by_size(p, s, [&](auto small) {
+      by_size(p, s, [&](auto size) {
 #pragma unroll
         for (int m = 0; m < Q_BLOCKS; m++) {
 #pragma unroll

@@ -373,7 +373,7 @@ __device__ __forceinline__ void exponentiate(const Params& p, u32 (&p_rmem)[M_ST
                                              HiddenBits& hidden, const float (&s_rmem)[TILE_M / 2],
                                              Ahead& ahead, LseOf lse_of, float scale, const Head& head, int m0,
                                              int key, bool hides, int lane) {
-  auto every_element = [&](auto small, const Scorer& scorer, auto hide) {
+  auto every_element = [&](auto size, const Scorer& scorer, auto hide) {
 #pragma unroll
     for (int s = 0; s < M_STEPS; s++) {
       const RowValues lse = lse_of(s);
@@ -383,7 +383,7 @@ __device__ __forceinline__ void exponentiate(const Params& p, u32 (&p_rmem)[M_ST
 #pragma unroll
         for (int e = 0; e < 2; e++) {
           const int offset = s * 16 + i / 2 * 8 + e, index = 8 * s + 2 * i + e;
-          const auto known = small.template with<false>(ahead.addend(index));
+          const auto known = size.template with<false>(ahead.addend(index));
           x[e] = ex2(scorer.exponent(s_rmem[index], scale, lse.x[i / 2][e], offset, i % 2 * 8, known));
           hide(x[e], i % 2, offset, index);
           const float marked = scorer.marked(x[e], offset, i % 2 * 8);
@@ -419,22 +419,22 @@ __device__ __forceinline__ void exponentiate(const Params& p, u32 (&p_rmem)[M_ST
         }
       }
     }
-    by_size(p, s_rmem, [&](auto small) {
-      every_element(small, Scorer(p, head, q0, key), [&](float& x, int, int, int index) {
+    by_size(p, s_rmem, [&](auto size) {
+      every_element(size, Scorer(p, head, q0, key), [&](float& x, int, int, int index) {
         if (hidden[index / 32] >> hidden_place(index) & 1) x = MARK;
       });
     });
   } else {
-    by_size(p, s_rmem, [&](auto small) {
+    by_size(p, s_rmem, [&](auto size) {
       if (hides) {
         const int q0 = m0 + lane % 4 * 2;
         const Scorer scorer(p, head, q0, key);
         const VisibleQueries queries[2] = {visible_queries(p, key, q0), visible_queries(p, key + 8, q0)};
-        every_element(small, scorer, [&](float& x, int r, int offset, int) {
+        every_element(size, scorer, [&](float& x, int r, int offset, int) {
           if (!queries[r].has(offset)) x = 0;
         });
       } else {
-        every_element(small, Scorer(p, head, m0 + lane % 4 * 2, key), [](float&, int, int, int) {});
+        every_element(size, Scorer(p, head, m0 + lane % 4 * 2, key), [](float&, int, int, int) {});
       }
     });
   }

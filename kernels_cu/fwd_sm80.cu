@@ -175,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_CTAS) fwd_sm80(con
   auto finish_scores = [&](Scores& s, int n0, bool masked) {
     const u32 from = thread_after(n0);
     const Scorer scorer(p, {work.batch, work.head}, work.m0 + lane_row(from, 0), n0 + from % 4 * 2);
-    by_size(p, s, [&](auto small) {
+    by_size(p, s, [&](auto size) {
 #pragma unroll
       for (int i = 0; i < SCORES; i++) {
         const int m = i / SCORES_PER_BLOCK, n = i / 4 % (KEY_BLOCKS * 2), e = i % 4;

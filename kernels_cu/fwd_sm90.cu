@@ -92,6 +92,7 @@ fwd_sm90(const __grid_constant__ Params params) {
   KeyWalk range;                // key tiles of this warpgroup's rows
   int before, behind;           // how many of the output tile's walk lie before them, and behind
   float slope[2];               // ALIBI: of the heads of the lane's rows
+  bool tiny = true;             // MAY_BE_TINY: whether the warp's products of this output tile have all been
   bool unchecked = false;       // whether o has products of masked tiles that were not looked through
 
   // ---- The lane's two rows of an output tile
@@ -318,10 +319,10 @@ fwd_sm90(const __grid_constant__ Params params) {
     const int kv0 = first_key(n);
     const Scorer scorers[2] = {{p, {work.batch, head(work, 0)}, query(work, 0), kv0, slope[0]},
                                {p, {work.batch, head(work, 1)}, query(work, 1), kv0, slope[1]}};
-    by_size(p, s_rmem, [&](auto small) {
+    by_size(p, s_rmem, [&](auto size) {
 #pragma unroll
       for (int i = 0; i < TILE_N / 2; i++) {
-        s_rmem[i] = scorers[i / 2 % 2].score(s_rmem[i], 0, i / 4 * 8 + i % 2, small.template with<false>(addend(i)));
+        s_rmem[i] = scorers[i / 2 % 2].score(s_rmem[i], 0, i / 4 * 8 + i % 2, size.template with<false>(addend(i)));
       }
     });
   };
@@ -348,19 +349,27 @@ fwd_sm90(const __grid_constant__ Params params) {
   };
   // Scores become probabilities against the stale reference. Returns whether they were too large for it.
   auto take_stale = [&](int n) {
+    auto always = [] { return true; };
     if constexpr (ADDENDS_LAST) {
       modify(n);
-      return softmax.take_stale<true>(s_rmem, TileSoftmax::scaled(scale));
+      return softmax.take_stale<true>(s_rmem, TileSoftmax::scaled(scale), always);
     }
     const int kv0 = first_key(n);
     const Scorer scorers[2] = {{p, {work.batch, head(work, 0)}, query(work, 0), kv0, side(n) * slope[0]},
                                {p, {work.batch, head(work, 1)}, query(work, 1), kv0, side(n) * slope[1]}};
-    return by_size(p, s_rmem, [&](auto small) {
+    auto take = [&](auto size, auto fits) {
       return softmax.take_stale<SCORES_HIDE>(s_rmem, [&](float qk, int i, float origin) {
-        const auto known = small.template with<true>(addend(i));
+        const auto known = size.template with<true>(addend(i));
         return scorers[i / 2 % 2].exponent(qk, scale, origin, 0, i / 4 * 8 + i % 2, known);
-      });
-    });
+      }, fits);
+    };
+    if (MAY_BE_TINY && tiny) {
+      Squares squares;
+      const bool outgrown = take(Known<Size::TINY>{0, &squares}, [&] { return squares.tiny(p); });
+      if (outgrown) tiny = __all_sync(~0u, squares.tiny(p));
+      return outgrown;
+    }
+    return by_size(p, s_rmem, [&](auto size) { return take(size, always); });
   };
   auto round_p = [&](int n) {  // what is kept of it
     constexpr bool SHARES = cfg::PACK == 1;  // random bits, by rows of one head
@@ -535,6 +544,7 @@ fwd_sm90(const __grid_constant__ Params params) {
   receive_work();
   while (work.valid()) {
     float inverse[2];
+    tiny = true;
 #pragma unroll
     for (int r = 0; r < 2; r++) {  // what has no key counts in one part of the keys
       const float start = keys_part(p, work) == 0 ? row_start(p, {work.batch, head(work, r)}) : NEG_INF;

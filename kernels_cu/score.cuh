@@ -41,13 +41,28 @@ __device__ __forceinline__ Words philox(u32 c0, u32 c1, u32 c2, u32 c3, u64 key)
 // One of the scores' natural units in those that a Scorer makes: log2, for exponentials; natural for the user's functions.
 constexpr Real UNIT = cfg::SCORE_MOD ? 1 : LOG2_E;
 
-// What is known of elements before their scores are made. SMALL: their products are so small beside softcap, as they
-// mostly are, that a series does. ONE_SIDED: on which side of the diagonal they lie. GIVEN: what is to be added.
-template <bool SMALL_, bool ONE_SIDED_ = false, bool GIVEN_ = false> struct Known {
-  static constexpr bool SMALL = SMALL_, ONE_SIDED = ONE_SIDED_, GIVEN = GIVEN_;
+// How large products are beside softcap: so small, as they mostly are, that a series does, which is shorter where they are
+// TINY; or of any size.
+enum class Size { ANY, SMALL, TINY };
+// Products that are thought to be TINY are looked at on the way: p.softcap_tiny is a power of two, more than their squares,
+// so that the sums of both have its exponent, and then so have these sums' bits, or-ed.
+constexpr bool MAY_BE_TINY = cfg::SOFTCAP && !cfg::SCORE_MOD && sizeof(cfg::Element) == 2;
+struct Squares {
+  u32 bits = 0;
+  __device__ __forceinline__ bool tiny(const Params& p) const {
+    return !MAY_BE_TINY || (bits ^ __builtin_bit_cast(u32, float(p.softcap_tiny))) < 1u << 23;
+  }
+};
+
+// What is known of elements before their scores are made. SIZE: of their products. ONE_SIDED: on which side of the
+// diagonal they lie. GIVEN: what is to be added.
+template <Size SIZE_, bool ONE_SIDED_ = false, bool GIVEN_ = false> struct Known {
+  static constexpr Size SIZE = SIZE_;
+  static constexpr bool ONE_SIDED = ONE_SIDED_, GIVEN = GIVEN_;
   Real addend = 0;
-  template <bool SIDE> __device__ __forceinline__ Known<SMALL, SIDE, ADDENDS_AHEAD> with(Real addend) const {
-    return {addend};
+  Squares* squares = nullptr;  // TINY: where they are gathered
+  template <bool SIDE> __device__ __forceinline__ Known<SIZE, SIDE, ADDENDS_AHEAD> with(Real addend) const {
+    return {addend, squares};
   }
 };
 
@@ -80,7 +95,7 @@ struct Scorer {
   }
 
   // A number, and what is added to the product's own score.
-  template <class Told = Known<false>>
+  template <class Told = Known<Size::ANY>>
   __device__ __forceinline__ Real with_addend(Real sum, int q_offset, int kv_offset, Told known = {}) const {
     if (cfg::ALIBI) {
       const Real apart = q_offset - kv_offset;
@@ -95,7 +110,7 @@ struct Scorer {
     }
     return sum;
   }
-  template <class Told = Known<false>>
+  template <class Told = Known<Size::ANY>>
   __device__ __forceinline__ Real score(Real qk, int q_offset, int kv_offset, Told known = {}) const {
     return modified(unmodified(qk, q_offset, kv_offset, known), q_offset, kv_offset);
   }
@@ -108,7 +123,7 @@ struct Scorer {
     }
     return s;
   }
-  template <class Told = Known<false>>
+  template <class Told = Known<Size::ANY>>
   __device__ __forceinline__ Real unmodified(Real qk, int q_offset, int kv_offset, Told known = {}) const {
     return cfg::SCALE_FIRST ? with_product(qk, with_addend(0, q_offset, kv_offset, known), known) : qk;
   }
@@ -147,7 +162,7 @@ struct Scorer {
 
   // ds of the product from p = 2^(score - origin), marked, dp and delta. The slope of softcap follows from p too: whoever
   // computes ds need not have the product, but for KEEPS_SCORES. It is 0 where p is, or is not a number.
-  template <class Told = Known<false>>
+  template <class Told = Known<Size::ANY>>
   __device__ __forceinline__ Real gradient(Real prob, Real dp, Real delta, Real origin, int q_offset, int kv_offset,
                                            Real qk = 0, Told known = {}) const {
     if constexpr (DROPS) {
@@ -190,11 +205,15 @@ struct Scorer {
 
  private:
   // A number and the product's own score.
-  template <class Told> __device__ __forceinline__ Real with_product(Real qk, Real sum, Told) const {
+  template <class Told> __device__ __forceinline__ Real with_product(Real qk, Real sum, Told known) const {
     constexpr Real UNITS = UNIT / Real(LOG2_E);
     if constexpr (!cfg::SOFTCAP) {
       return fma_real(p.scale_log2 * UNITS, qk, sum);
-    } else if constexpr (Told::SMALL) {
+    } else if constexpr (Told::SIZE == Size::TINY) {
+      const Real(&series)[3] = p.softcap_short_series, square = fma_real(qk, qk, p.softcap_tiny);
+      known.squares->bits |= __float_as_uint(square);
+      return fma_real(fma_real(fma_real(series[2], square, series[1]), square, series[0]), qk, sum);
+    } else if constexpr (Told::SIZE == Size::SMALL) {
       const Real(&series)[4] = p.softcap_series, square = qk * qk;
       Real factor = fma_real(series[3], square, series[2]);
       factor = fma_real(fma_real(factor, square, series[1]), square, series[0]);
@@ -232,13 +251,13 @@ struct Scorer {
   }
 };
 
-// body(Known<SMALL>()), for all products s of the warp. The series leaves the units that exponentials need alone.
+// body(Known<SIZE>()), for all products s of the warp. The series leaves the units that exponentials need alone.
 template <class Products, class Body>
 __device__ __forceinline__ auto by_size(const Params& p, const Products& s, Body body) {
   if constexpr (cfg::SOFTCAP && sizeof(cfg::Element) == 2) {
-    if (!__any_sync(~0u, largest(s) > p.softcap_small)) return body(Known<true>());
+    if (!__any_sync(~0u, largest(s) > p.softcap_small)) return body(Known<Size::SMALL>());
   }
-  return body(Known<false>());
+  return body(Known<Size::ANY>());
 }
 
 // ADDENDS_AHEAD: a row of what is added, from its first key on, and how far rows lie apart.

@@ -20,6 +20,8 @@ from .feature import Feature, Field, Place, Sizes, fail, read_number
 LOG2_E = math.log2(math.e)
 # tanh(x) = x * (a + b x^2 + c x^4 + d x^6) where |x| is at most TANH_SMALL, with a relative error of 2^-22.
 TANH_SMALL, TANH_SERIES = 0.45, (0.9999997567469683, -0.3332946720771965, 0.13236369136262635, -0.04602819371729615)
+# A polynomial of two terms less one, through three points of tanh(x) / x, does with 2^-20 up to TANH_TINY.
+TANH_TINY = 0.287
 SIMT, SM80, SM90 = (("fwd_simt", "bwd_simt"), ("fwd_sm80", "bwd_sm80"), ("fwd_sm90", "bwd_sm90"))
 
 
@@ -85,6 +87,8 @@ class _Softcap(Feature):
         Field("softcap_out_inverse", "real", "{real}", "1 / softcap_out"),
         Field("softcap_small", "real", "{real}", "products of at most this size have tanh's series"),
         Field("softcap_series", "real", "{real}", "which takes them to scores in units of log2", 4),
+        Field("softcap_tiny", "real", "{real}", "a power of two: products whose squares are less have a shorter series"),
+        Field("softcap_short_series", "real", "{real}", "of these squares and softcap_tiny, times the product", 3),
     )
 
     def check(self, value):
@@ -105,7 +109,18 @@ class _Softcap(Feature):
             "softcap_out_inverse": 1 / out,
             "softcap_small": TANH_SMALL / abs(factor) if fits else 0.0,
             "softcap_series": tuple(series),
+            **self._short_series(abs(factor), out * factor, fits),
         }
+
+    @staticmethod
+    def _short_series(factor: float, slope: float, fits: bool) -> dict[str, object]:
+        if not fits:
+            return {"softcap_tiny": 0.0, "softcap_short_series": (0.0, 0.0, 0.0)}
+        tiny = 2.0 ** math.floor(2 * math.log2(TANH_TINY / factor))
+        squares = tiny * (0.5 + 0.5 * np.cos(np.pi * np.array([1, 3, 5]) / 6))  # Chebyshev's points in [0, tiny]
+        x = factor * np.sqrt(squares)
+        series = np.polyfit(squares + tiny, slope * np.tanh(x) / x, 2)[::-1]
+        return {"softcap_tiny": tiny, "softcap_short_series": tuple(series.tolist())}
 
     def score(self, value, s, at):
         return s.dtype.type(value) * np.tanh(s / s.dtype.type(value))
