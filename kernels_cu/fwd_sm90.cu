@@ -337,9 +337,17 @@ fwd_sm90(const __grid_constant__ Params params) {
       const int queries[2] = {query(work, 0), query(work, 1)};
       const VisibleKeys keys[2] = {visible_keys(p, queries[0], kv0, {work.batch, head(work, 0)}),
                                    visible_keys(p, queries[1], kv0, {work.batch, head(work, 1)})};
+      if (!BOUND_LEFT || range.ends(tile(n))) {
 #pragma unroll
-      for (int i = 0; i < TILE_N / 2; i++) {
-        if (!keys[i / 2 % 2].has(i / 4 * 8 + i % 2)) s_rmem[i] = HIDDEN;
+        for (int i = 0; i < TILE_N / 2; i++) {
+          if (!keys[i / 2 % 2].last.has(i / 4 * 8 + i % 2)) s_rmem[i] = HIDDEN;
+        }
+      }
+      if (BOUND_LEFT && range.begins(tile(n))) {
+#pragma unroll
+        for (int i = 0; i < TILE_N / 2; i++) {
+          if (!keys[i / 2 % 2].first.has(i / 4 * 8 + i % 2)) s_rmem[i] = HIDDEN;
+        }
       }
     }
     unchecked = HIDES_KEYS;
@@ -493,7 +501,7 @@ fwd_sm90(const __grid_constant__ Params params) {
     rising = outgrown;
     if (!outgrown) release_k(n);
     finish_output();
-    make_hidden_harmless(n + 1);
+    if constexpr (!ENDS_HIDDEN) make_hidden_harmless(n + 1);
     if (outgrown) {
       float factor[2];
       warp_products<Element, WG_ROWS, TILE_N, D_STEPS>(s_rmem, smem_u32(smem.q[q.index][wg]), warp_row,

@@ -179,9 +179,10 @@ struct KeyWalk {
   __device__ __forceinline__ int behind(int tile) const { return end - 1 - list.before(tile); }
   // Whether keys of the tile are hidden from some row.
   __device__ __forceinline__ bool hides(int i) const { return hides(tile(i), list.entry(i)); }
-  __device__ __forceinline__ bool hides(int tile, int entry) const {
-    return !(tile >= range.full_begin && tile < range.full_end) || list.hides(entry);
-  }
+  __device__ __forceinline__ bool hides(int tile, int entry) const { return begins(tile) || ends(tile) || list.hides(entry); }
+  // By position: those in front of what a row sees, or those behind.
+  __device__ __forceinline__ bool begins(int tile) const { return tile < range.full_begin; }
+  __device__ __forceinline__ bool ends(int tile) const { return tile >= range.full_end; }
 };
 
 // A query tile that key rows visit: of which head of their group, which tile; and where a block mask lists it: at which
