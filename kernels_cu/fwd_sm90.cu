@@ -479,6 +479,12 @@ fwd_sm90(const __grid_constant__ Params params) {
     round_p(n);
   };
   bool rising = false;  // ADAPTS: the warp's last step was outgrown
+  auto compute_again = [&]() {  // scores that were overwritten
+    warp_products<Element, WG_ROWS, TILE_N, D_STEPS>(s_rmem, smem_u32(smem.q[q.index][wg]), warp_row,
+                                                     smem_u32(smem.k[k.index]), lane);
+    fence_proxy_async_shared();
+    __syncwarp();
+  };
   auto raising_step = [&](int n) {
     float factor[2];
     bool raised = true;
@@ -504,10 +510,7 @@ fwd_sm90(const __grid_constant__ Params params) {
     if constexpr (!ENDS_HIDDEN) make_hidden_harmless(n + 1);
     if (outgrown) {
       float factor[2];
-      warp_products<Element, WG_ROWS, TILE_N, D_STEPS>(s_rmem, smem_u32(smem.q[q.index][wg]), warp_row,
-                                                       smem_u32(smem.k[k.index]), lane);
-      fence_proxy_async_shared();
-      __syncwarp();
+      compute_again();
       modify(n);
       softmax.take_raised<SCORES_HIDE>(s_rmem, scale, factor);
       rescale(factor);
@@ -516,6 +519,21 @@ fwd_sm90(const __grid_constant__ Params params) {
     k.advance();
     if (n > range.begin) load_addends(n - 1);
     round_p(n);
+  };
+  // ADAPTS: either of them, with one code for scores that are made into probabilities again and for those at first.
+  auto adapting_step = [&](int n, bool full) {
+    const bool stale = full && !rising, again = stale && take_stale(n);
+    if (stale && !again) {
+      release_k(n);
+      finish_output();
+      make_hidden_harmless(n + 1);
+      k.advance();
+      if (n > range.begin) load_addends(n - 1);
+      round_p(n);
+    } else {
+      if (again) compute_again();
+      raising_step(n);
+    }
   };
 
   // ---- The end of an output tile
@@ -581,7 +599,7 @@ fwd_sm90(const __grid_constant__ Params params) {
       const bool full = !RAISES && !hides(n) && side(n);
       if constexpr (ADAPTS) {
         start_step(n);
-        if (full && !rising) full_step(n); else raising_step(n);
+        adapting_step(n, full);
       } else if (full) {
         start_step(n);
         full_step(n);
