@@ -117,10 +117,10 @@ fwd_sm90(const __grid_constant__ Params params) {
     return warpgroup_keys(p, tile_keys(p, work), {work.batch, work.head}, work.m0 + wg * WG_QUERIES);
   };
 
-  // ---- The walk's tiles. What a block mask says of them lies in memory: it is read a step ahead
+  // ---- The walk's tiles. What memory has of them is read a step ahead
   int entry = 0, next_entry = 0;
-  auto tile = [&](int n) { return cfg::BLOCK_MASK ? range.list.tile(n, entry) : range.tile(n); };
-  auto hides = [&](int n) { return cfg::BLOCK_MASK ? range.hides(tile(n), entry) : range.hides(n); };
+  auto tile = [&](int n) { return LISTS_TILES ? range.list.tile(n, entry) : range.tile(n); };
+  auto hides = [&](int n) { return LISTS_TILES ? range.hides(tile(n), entry) : range.hides(n); };
   auto look_up = [&](int n) {
     entry = next_entry;
     if (n > range.begin) next_entry = range.list.entry(n - 1);

@@ -16,7 +16,7 @@ constexpr int D_CHUNKS = (TILE_D + CHUNK - 1) / CHUNK, DV_CHUNKS = (TILE_DV + CH
 constexpr int D_STEPS = TILE_D / 16, KEY_STEPS = TILE_N / 16;  // steps of a product's summed dimension
 constexpr int CONSUMER_WARPS = CONSUMERS * WARPGROUP / WARP;
 // Not where tiles take differently long.
-constexpr bool PING_PONG = cfg::PING_PONG && CONSUMERS > 1 && !cfg::BLOCK_MASK;
+constexpr bool PING_PONG = cfg::PING_PONG && CONSUMERS > 1 && !LISTS_TILES;
 // Whether every step looks for the maximum: a stale reference would be outgrown again and again, or where masks hide
 // elements it would take much code to compute scores anew.
 constexpr bool RAISES = RISES || HIDES_IN_ANY_TILE;

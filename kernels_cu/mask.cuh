@@ -16,6 +16,7 @@ constexpr bool ROWS_DIFFER = BOUND_LEFT || BOUND_RIGHT;
 constexpr bool HIDES_ANYWHERE = cfg::MASK || cfg::MASK_MOD;  // apart from its position
 constexpr bool HIDES_KEYS = ROWS_DIFFER || HIDES_ANYWHERE || VARLEN;  // those behind a sequence are another's
 constexpr bool WALKS_DIFFER = VARLEN || cfg::BLOCK_MASK;  // in length, whatever the position
+constexpr bool LISTS_TILES = cfg::BLOCK_MASK;  // whether memory has what a walk visits, and which tiles hide something
 // Whether keys that exist may be hidden in any tile: no block mask tells in which.
 constexpr bool HIDES_IN_ANY_TILE = cfg::MASK || (cfg::MASK_MOD && !cfg::BLOCK_MASK);
 // Whether a walk over keys starts at the diagonal, goes to the first key, and then from the last one back: what is

@@ -87,7 +87,7 @@ class _Softcap(Feature):
         Field("softcap_out_inverse", "real", "{real}", "1 / softcap_out"),
         Field("softcap_small", "real", "{real}", "products of at most this size have tanh's series"),
         Field("softcap_series", "real", "{real}", "which takes them to scores in units of log2", 4),
-        Field("softcap_tiny", "real", "{real}", "a power of two: products whose squares are less have a shorter series"),
+        Field("softcap_tiny", "real", "{real}", "a power of two: products with squares below have a shorter series"),
         Field("softcap_short_series", "real", "{real}", "of these squares and softcap_tiny, times the product", 3),
     )
 

@@ -211,7 +211,7 @@ def _simt(head_dim: int, tile_m: int, tile_n: int, threads: int, grid: tuple[int
 
 _FOUR_WARPGROUPS = "as exponentials bind, four to hide them: 192 rows of 128 keys -4 % full, -7 % causal"
 _THREE_WARPGROUPS = "three hide more of a long walk, and share k and v: 128 x 128 -3 to -9 %"
-_NARROW = "less of a window's ends is hidden: 80 keys -6 % with 1025; so short walks run apart: two stages -3 %, turns -3 %"
+_NARROW = "less of a window's ends is hidden: 80 keys -6 % with 1025; two stages -6 %, turns -3 %"
 _SHORT = "144 or 176 keys up to -20 %; two tiles of q, k and v -2 to -4 % at 1k with four query heads a head of k"
 _ONE_TILE = "half of the keys are visible to half of the rows, and all is memory: 128 keys -7 %, turns -2 %"
 _BLOCKS = "8 x 8 results a thread in both products, two CTAs a multiprocessor"

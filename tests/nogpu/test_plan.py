@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -435,3 +436,20 @@ def test_rows_of_elements_are_read_16_bytes_at_a_time_where_they_can_be(name, se
         [config] = [dict(x.config) for x in made.launches if x.kernel in ("fwd_sm90", "bwd_sm90")]
         assert config[f"WIDE_{name.upper()}"] is wide
         assert any(note.startswith(f"{name}: element-wise") for note in made.notes) is not wide
+
+
+@pytest.mark.parametrize("softmax_scale", [1 / math.sqrt(128), -0.3, 1 / 16])
+@pytest.mark.parametrize("softcap", [5.0, 30.0, 50.0])
+def test_series_of_softcap(softcap, softmax_scale):
+    made = plan(example(head_dim=128, softcap=softcap, softmax_scale=softmax_scale), KNOWN["H200"])
+    values = dict(made.launches[0].values)
+    tiny, series = values["softcap_tiny"], values["softcap_short_series"]
+    assert math.log2(tiny).is_integer()
+    products = np.linspace(-1, 1, 1001) * math.sqrt(tiny)
+    for most, found in (
+        (math.sqrt(tiny), np.polyval(series[::-1], products**2 + tiny) * products),
+        (values["softcap_small"], np.polyval(values["softcap_series"][::-1], products**2) * products),
+    ):
+        inside = abs(products) < most
+        expected = features.LOG2_E * softcap * np.tanh(softmax_scale * products / softcap)
+        np.testing.assert_allclose(found[inside], expected[inside], rtol=2**-20, atol=1e-12)
