@@ -41,6 +41,7 @@
 //
 //   q [Q_STAGES][64 rows each] | k [STAGES] | v [STAGES] | which output tile is next (travels with q) | mbarriers
 #include "fwd_sm90_load.cuh"
+#include "fwd_sm90_exact.cuh"
 #include "softmax.cuh"
 
 extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS)
@@ -396,59 +397,15 @@ fwd_sm90(const __grid_constant__ Params params) {
   };
 
   // ---- Hidden keys whose v is inf or NaN
-  auto check_output = [&]() {  // whether o is all finite, looking at one of the lane's rows
-    float zero[2] = {};
-#pragma unroll
-    for (int i = 0; i < TILE_DV / 2; i++) {
-      if (i / 2 % 2 == 0) zero[i % 2] = fmaf(o_rmem[i], 0.f, zero[i % 2]);
-    }
+  auto check_output = [&]() {
     unchecked = false;
-    return !__any_sync(~0u, zero[0] + zero[1] != 0);
+    return is_finite(o_rmem);
   };
   auto redo_output = [&](int begin) {  // o of the key tiles from `begin` on, against the references as they are
     const auto found = own_of(work);
-    const Params& p = found.p;
     const int queries[2] = {query(work, 0), query(work, 1)};
-    const int head_kv = work.head / p.qheads_per_kv, end = range.keys(p);
-    const Element* q_rows[2];
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      q_rows[r] = p.q + q_begin(p, work.batch, p.q_stride) + min(queries[r], p.seqlen_q - 1) * p.q_stride[1] +
-                  head(work, r) * p.q_stride[2];
-    }
-    int key = begin < range.end ? range.key(begin * TILE_N) : 0;
-    const Element* k_row = p.k + k_begin(p, work.batch, p.k_stride) + key * p.k_stride[1] + head_kv * p.k_stride[2];
-    const Element* v_row = p.v + k_begin(p, work.batch, p.v_stride) + key * p.v_stride[1] + head_kv * p.v_stride[2] +
-                           lane % 4 * 2;
-#pragma unroll
-    for (int i = 0; i < TILE_DV / 2; i++) o_rmem[i] = 0;
-#pragma unroll 1
-    for (int place = begin * TILE_N; place < end; place++) {
-      float x[2] = {};  // the key's score, then its probability, in each of the lane's rows
-#pragma unroll 1
-      for (int d = lane % 4; d < p.head_dim; d += 4) {
-#pragma unroll
-        for (int r = 0; r < 2; r++) x[r] = fmaf(to_real(q_rows[r][d]), to_real(k_row[d]), x[r]);
-      }
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
-        const Scorer scorer(p, {work.batch, head(work, r)}, queries[r], key);
-        x[r] = scorer.score(quad_sum(x[r]), 0, 0);
-        x[r] = ex2(fmaf(x[r], scale, -exponent_origin(softmax.reference[r])));
-        x[r] = kept(scorer.marked(x[r], 0, 0));
-        x[r] = to_real(Dtype<Element>::from_real(x[r]));
-      }
-      const bool seen[2] = {visible(p, queries[0], key, {work.batch, head(work, 0)}),
-                            visible(p, queries[1], key, {work.batch, head(work, 1)})};
-#pragma unroll
-      for (int i = 0; i < TILE_DV / 2; i++) {
-        const int r = i / 2 % 2, column = i / 4 * 8 + i % 2;  // of the lane's; 8 columns are all there or none
-        if (seen[r] && column < p.head_dim_v) o_rmem[i] = fmaf(x[r], to_real(v_row[column]), o_rmem[i]);
-      }
-      const int next = place + 1 < end ? range.key(place + 1) : key;
-      k_row += (next - key) * p.k_stride[1], v_row += (next - key) * p.v_stride[1];
-      key = next;
-    }
+    const Head heads[2] = {{work.batch, head(work, 0)}, {work.batch, head(work, 1)}};
+    sum_visible_values(found.p, o_rmem, queries, heads, range, softmax.reference, scale, begin, lane);
   };
   auto make_hidden_harmless = [&](int begin) {  // once the products with all key tiles from `begin` on are there
     if (HIDES_KEYS && unchecked && __builtin_expect(!check_output(), 0)) redo_output(begin);

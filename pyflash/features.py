@@ -103,24 +103,18 @@ class _Softcap(Feature):
         factor, out = softmax_scale / value, value * LOG2_E
         fits = 2**-15 <= abs(factor) <= 1  # then no power of it leaves float32's range
         series = (out * factor ** (2 * i + 1) * x if fits else 0.0 for i, x in enumerate(TANH_SERIES))
+        tiny = 2.0 ** math.floor(2 * math.log2(TANH_TINY / abs(factor))) if fits else 0.0
+        squares = tiny * (0.5 + 0.5 * np.cos(np.pi * np.array([1, 3, 5]) / 6))  # Chebyshev's points in [0, tiny]
+        short = out * np.tanh(factor * np.sqrt(squares)) / np.sqrt(squares) if fits else None
         return {
             "softcap_in": factor,
             "softcap_out": out,
             "softcap_out_inverse": 1 / out,
             "softcap_small": TANH_SMALL / abs(factor) if fits else 0.0,
             "softcap_series": tuple(series),
-            **self._short_series(abs(factor), out * factor, fits),
+            "softcap_tiny": tiny,
+            "softcap_short_series": tuple(np.polyfit(squares + tiny, short, 2)[::-1].tolist()) if fits else (0.0,) * 3,
         }
-
-    @staticmethod
-    def _short_series(factor: float, slope: float, fits: bool) -> dict[str, object]:
-        if not fits:
-            return {"softcap_tiny": 0.0, "softcap_short_series": (0.0, 0.0, 0.0)}
-        tiny = 2.0 ** math.floor(2 * math.log2(TANH_TINY / factor))
-        squares = tiny * (0.5 + 0.5 * np.cos(np.pi * np.array([1, 3, 5]) / 6))  # Chebyshev's points in [0, tiny]
-        x = factor * np.sqrt(squares)
-        series = np.polyfit(squares + tiny, slope * np.tanh(x) / x, 2)[::-1]
-        return {"softcap_tiny": tiny, "softcap_short_series": tuple(series.tolist())}
 
     def score(self, value, s, at):
         return s.dtype.type(value) * np.tanh(s / s.dtype.type(value))
