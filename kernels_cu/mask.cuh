@@ -16,6 +16,7 @@ constexpr bool ROWS_DIFFER = BOUND_LEFT || BOUND_RIGHT;
 constexpr bool HIDES_ANYWHERE = cfg::MASK || cfg::MASK_MOD;  // apart from its position
 constexpr bool HIDES_KEYS = ROWS_DIFFER || HIDES_ANYWHERE || VARLEN;  // those behind a sequence are another's
 constexpr bool WALKS_DIFFER = VARLEN || cfg::BLOCK_MASK;  // in length, whatever the position
+constexpr bool SHARES_FACTS = cfg::FACTS;  // of a function, among the lanes of a warp
 constexpr bool LISTS_TILES = cfg::BLOCK_MASK;  // whether memory has what a walk visits, and which tiles hide something
 // Whether keys that exist may be hidden in any tile: no block mask tells in which.
 constexpr bool HIDES_IN_ANY_TILE = cfg::MASK || (cfg::MASK_MOD && !cfg::BLOCK_MASK);
@@ -44,6 +45,9 @@ namespace mod {
 __device__ Real score_mod(const Params& p, Real score, int batch, int head, int q_idx, int kv_idx);
 __device__ Real score_mod_slope(const Params& p, Real score, int batch, int head, int q_idx, int kv_idx);
 __device__ bool mask_mod(const Params& p, int batch, int head, int q_idx, int kv_idx);
+// FACTS: in two steps. What it reads for a key, forward, or for a query, backward, whatever the other is; and the rest.
+__device__ cfg::Fact mask_mod_fact(const Params& p, int batch, int head, int place);
+__device__ bool mask_mod_knowing(const Params& p, int batch, int head, int q_idx, int kv_idx, cfg::Fact fact);
 // Adds to the gradients of what score_mod captures, by cfg::SCATTERS sums, from ds of what it makes of the score.
 __device__ void score_mod_scatter(const Params& p, RunningSum<Real>* sums, Real score, Real ds, int batch, int head,
                                   int q_idx, int kv_idx);
@@ -315,10 +319,30 @@ template <bool> struct Chosen {
   __device__ __forceinline__ bool has(int offset) const {
     return mod::mask_mod(p, at.batch, at.head, q_idx + (along_keys ? 0 : offset), kv_idx + (along_keys ? offset : 0));
   }
+  __device__ __forceinline__ bool has(int offset, cfg::Fact fact) const {
+    return mod::mask_mod_knowing(p, at.batch, at.head, q_idx + (along_keys ? 0 : offset),
+                                 kv_idx + (along_keys ? offset : 0), fact);
+  }
 };
 template <> struct Chosen<false> {
   __device__ __forceinline__ Chosen(const Params&, const Head&, int, int, bool) {}
   __device__ __forceinline__ bool has(int) const { return true; }
+  __device__ __forceinline__ bool has(int, cfg::Fact) const { return true; }
+};
+
+// FACTS: those of COUNT keys, or queries, from `first` on, of which each lane of a warp reads some.
+template <int COUNT> struct Facts {
+  static constexpr int LANES = 32, OWN = (COUNT + LANES - 1) / LANES;
+  cfg::Fact own[OWN];
+
+  __device__ __forceinline__ Facts(const Params& p, const Head& at, int first, int lane) {
+#pragma unroll
+    for (int i = 0; i < OWN; i++) own[i] = mod::mask_mod_fact(p, at.batch, at.head, first + i * LANES + lane);
+  }
+  // That of `first` + offset, in each lane of a quad two further, as accumulators have them. For all lanes at once.
+  __device__ __forceinline__ cfg::Fact of_quad(int offset, int lane) const {
+    return __shfl_sync(~0u, own[offset / LANES], offset % LANES + lane % 4 * 2);
+  }
 };
 
 // HIDDEN_AHEAD: a row of the array, from its first key on; 1 where a key is visible. And how far rows lie apart.
@@ -338,6 +362,9 @@ struct VisibleKeys {
   __device__ __forceinline__ bool has(int offset) const {
     return (by_position(offset) && listed.has(offset)) & chosen.has(offset);  // functions are cheaper without branches
   }
+  __device__ __forceinline__ bool has(int offset, cfg::Fact fact) const {
+    return (by_position(offset) && listed.has(offset)) & chosen.has(offset, fact);
+  }
 };
 __device__ __forceinline__ VisibleKeys visible_keys(const Params& p, int q_idx, int kv0, const Head& at = {}) {
   int begin = 0, end = p.seqlen_k;
@@ -356,6 +383,9 @@ struct VisibleQueries {
   __device__ __forceinline__ bool by_position(int offset) const { return first.has(offset) && last.has(offset); }
   __device__ __forceinline__ bool has(int offset) const {
     return (by_position(offset) && listed.has(offset)) & chosen.has(offset);
+  }
+  __device__ __forceinline__ bool has(int offset, cfg::Fact fact) const {
+    return (by_position(offset) && listed.has(offset)) & chosen.has(offset, fact);
   }
 };
 __device__ __forceinline__ VisibleQueries visible_queries(const Params& p, int kv_idx, int q0, const Head& at = {}) {

@@ -146,7 +146,8 @@ class Graph:
                 text = OPERATIONS[operation].c.format(*of)
             names.append(f"x{len(lines)}")
             lines.append(f"  const {KINDS[kind][0]} {names[-1]} = {text};")
-        arguments = ", ".join(f"{'Real' if x in ('score', 'ds') else 'int'} {x}" for x in inputs)
+        types = {node.value: KINDS[node.kind][0] for node in self.nodes if node.operation == "input"}
+        arguments = ", ".join(f"{types.get(x, 'Real' if x in ('score', 'ds') else 'int')} {x}" for x in inputs)
         result = KINDS[self.nodes[-1].kind][0] if names[-1] else "void"
         sums = "" if names[-1] else "RunningSum<Real>* sums, "
         head = f"__device__ __forceinline__ {result} {name}(const Params& p, {sums}{arguments}) {{"
@@ -184,6 +185,28 @@ def _renumbered(graph: Graph, places: tuple[int, ...]) -> Graph:
     moved = {i: (places[n.value[0]], n.value[1]) for i, n in enumerate(nodes) if n.operation in ("load", "scatter")}
     nodes = [n._replace(value=moved[i]) if i in moved else n for i, n in enumerate(nodes)]
     return graph_of(tuple(nodes))
+
+
+@lru_cache(maxsize=1024)
+def shared(graph: Graph, place: str) -> tuple[Graph, Graph] | None:
+    """What a graph reads of memory for a key, or a query, whatever the other is: that value by itself, and the graph with
+    it as the input "fact". None where there is no such value, or more than one."""
+    of, at, reads = (
+        [],
+        [],
+        [],
+    )  # each node: whether it depends on nothing else, whether on the place, whether it reads there
+    for operation, _, operands, value in graph.nodes:
+        of.append(value in (place, "batch", "head") if operation == "input" else all(of[i] for i in operands))
+        at.append((operation, value) == ("input", place) or any(at[i] for i in operands))
+        reads.append(at[-1] and (operation == "load" or any(reads[i] for i in operands)))
+    users = [(i, x) for i, node in enumerate(graph.nodes) for x in node.operands]
+    found = {x for i, x in users if of[x] and reads[x] and not of[i]}
+    if len(found) != 1 or graph.nodes[root := found.pop()].kind == "bool":
+        return None
+    nodes = list(graph.nodes)
+    nodes[root] = Node("input", nodes[root].kind, (), "fact")
+    return reduced(graph.nodes, [root]), reduced(nodes, [len(nodes) - 1])
 
 
 class Mod(NamedTuple):

@@ -192,7 +192,7 @@ def _config(problem: Problem, name: str, row: Row, tensors: dict[str, Tensor]) -
     }
 
 
-def _functions(problem: Problem) -> tuple[tuple[str, tuple[str, ...], Graph], ...]:
+def _functions(problem: Problem, kernel: Kernel) -> tuple[tuple[str, tuple[str, ...], Graph], ...]:
     """What the kernels are to compile of functions: their values, and in a backward their derivatives."""
     made = []
     for name, arguments in INPUTS.items():
@@ -202,6 +202,10 @@ def _functions(problem: Problem) -> tuple[tuple[str, tuple[str, ...], Graph], ..
                 made.append((f"{name}_slope", arguments, mod.slope))
             if name == "score_mod" and sums.scatters(problem):
                 made.append((f"{name}_scatter", ("score", "ds", *arguments[1:]), mod.scatter))
+    if facts := scores.facts(problem, kernel):
+        place, parts = facts
+        arguments = ("batch", "head", place), (*INPUTS["mask_mod"], "fact")
+        made += zip(("mask_mod_fact", "mask_mod_knowing"), arguments, parts, strict=True)
     return tuple(made)
 
 
@@ -250,7 +254,7 @@ def _launch(
         ),
         arrays=tuple((n, n) if isinstance(n, str) else n for n in (*arrays, *pointers, *on_arrays)),
         tensor_maps=tuple((tensor_maps or {}).items()),
-        functions=_functions(problem) if params.computes_scores(name) else (),
+        functions=_functions(problem, kernel) if params.computes_scores(name) else (),
         overlaps=overlaps,
         drawn=drawn,
     )

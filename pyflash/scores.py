@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from . import features, sums
+from .graphs import KINDS, Graph, shared
 from .problem import DTYPES, Problem
 from .tiles import Kernel, Row
 
@@ -21,6 +22,14 @@ def wide(problem: Problem, name: str) -> bool:
     return _rows(problem).get(name, False)
 
 
+def facts(problem: Problem, kernel: Kernel) -> tuple[str, tuple[Graph, Graph]] | None:
+    """What mask_mod reads for a key, forward, or for a query, backward, whatever the other is: which of them, that value,
+    and the rest. In Hopper's kernels a lane has many of those, so that lanes share them out."""
+    mod, place = problem.option("mask_mod"), "q_idx" if problem.backward else "kv_idx"
+    parts = shared(mod.graph, place) if mod and kernel.only_capability else None
+    return parts and (place, parts)
+
+
 def read_by_element(problem: Problem) -> tuple[str, ...]:
     """Those of which Hopper's kernels read every element by itself."""
     return tuple(name for name, wide in _rows(problem).items() if not wide)
@@ -30,7 +39,7 @@ def config(problem: Problem, kernel: Kernel, row: Row) -> dict[str, object]:
     """Of a kernel that computes scores in tiles of a row."""
     blocks = problem.option("block_mask")
     arrays, hopper = dict(problem.tensors), kernel.only_capability is not None
-    rows = _rows(problem)
+    rows, fact = _rows(problem), facts(problem, kernel)
     # Whether elements of neighbouring keys are neighbours in memory. With it of a mask fwd_sm80 spills 804 bytes,
     # not 316, so Hopper's kernels alone are told; and whether rows can be read 16 bytes at a time.
     unit = {n: n in rows and arrays[n].strides[-1] == 1 and (hopper or n == "bias") for n in ("bias", "mask")}
@@ -45,5 +54,7 @@ def config(problem: Problem, kernel: Kernel, row: Row) -> dict[str, object]:
         "UNIT_DBIAS": "dbias" in arrays and arrays["bias"].shape[-1:] > (1,),
         "NEAR_ARRAYS": all(t.span() < 2**31 for n, t in arrays.items() if n in _CAPTURED),
         **features.flags(problem.on),
+        "FACTS": fact is not None,
+        "Fact": KINDS[fact[1][0].nodes[-1].kind][0].replace("Real", "float") if fact else "int",
         "SCATTERS": sums.scatters(problem),
     }
