@@ -16,8 +16,8 @@
 //     tensor core   dp = v do[j]T | dv += pT do[j]          | dk += dsT q[j], s[j+1] = k q[j+1]T | (others)
 //     other pipes                 | dsT = pT (dpT - delta)  |                                    | pT[j+1] = exp(...)
 //
-// Shared memory is what binds, and who loads from it, or waits for what it has stored, waits long: lse and delta are loaded,
-// and ds is handed over, under products that need neither.
+// Shared memory is what binds: wgmma takes most of what it can give, and who loads from it, or waits until it has
+// stored, waits long. So lse and delta are loaded, and ds is handed over, under products that need neither.
 //
 // No product is in flight from one step to the next, and all code of a step is straight: else the assembler serialises.
 // So the last step also multiplies, for nothing. p is rounded before dsT, and dsT takes the registers of pT once dv is
@@ -32,7 +32,7 @@ namespace keys_divided {
 
 constexpr int CONSUMERS = TILE_N / WG_KEYS;
 
-// Whether lse and delta come to registers under products. Where elements are treated one by one, the registers are needed.
+// Whether lse and delta come to registers under products. Where elements are treated one by one, too few are left.
 constexpr bool VALUES_EARLY = !BY_ELEMENT && !WEIGHS;
 
 struct Smem {
@@ -89,9 +89,9 @@ __device__ __forceinline__ void consume(Own<VARLEN>& own, Smem& smem, int consum
   const float scale = exponent_scale(p);
   float dk_rmem[TILE_D / 2], dv_rmem[TILE_DV / 2], s_rmem[TILE_M / 2], dp_rmem[TILE_M / 2];
   u32 a_rmem[M_STEPS][4];       // pT, then dsT
-  RowValues lse_rmem[M_STEPS], delta_rmem[M_STEPS];  // if VALUES_EARLY
   HiddenBits hidden;
   Ahead ahead;
+  RowValues lse_rmem[M_STEPS], delta_rmem[M_STEPS];  // if VALUES_EARLY
   u32 weight_rmem[M_STEPS][4];  // if WEIGHS: dv is on its way with pT when weights are needed
   Ring<STAGES> stage;
   Ring<DS_BUFFERS> buffer;
