@@ -410,20 +410,12 @@ __device__ __forceinline__ void exponentiate(const Params& p, u32 (&p_rmem)[M_ST
         auto all = [](const VisibleQueries& of_key) { return of_key.by_position(0) && of_key.by_position(TILE_M - 7); };
         any = __any_sync(~0u, !(all(queries[0]) && all(queries[1])));
       }
-      auto note = [&](int i, bool is_seen) { hidden[i / 32] |= u32(!is_seen) << hidden_place(i); };
-      if constexpr (SHARES_FACTS) {
-        const Facts<TILE_M> facts(p, head, m0, lane);
-#pragma unroll
-        for (int i = 0; i < TILE_M / 2; i += i % 2 ? 3 : 1) {  // of the lane's first key
-          const auto fact = facts.of_quad(i / 4 * 8 + i % 2, lane);
-          note(i, queries[0].has(i / 4 * 8 + i % 2, fact));
-          note(i + 2, queries[1].has(i / 4 * 8 + i % 2, fact));
-        }
-      } else if (any) {
+      if (any) {
 #pragma unroll
         for (int i = 0; i < TILE_M / 2; i++) {
           const int r = i / 2 % 2, offset = i / 4 * 8 + i % 2;
-          note(i, HIDDEN_AHEAD ? queries[r].by_position(offset) : queries[r].has(offset));
+          const bool is_seen = HIDDEN_AHEAD ? queries[r].by_position(offset) : queries[r].has(offset);
+          hidden[i / 32] |= u32(!is_seen) << hidden_place(i);
         }
       }
     }

@@ -235,22 +235,7 @@ fwd_sm90(const __grid_constant__ Params params) {
       any = __any_sync(~0u, !(all(keys[0]) && all(keys[1])));
     }
     if (!any) return;
-    auto note = [&](int i, bool is_seen) { hidden[i / 2 % 2] |= u32(!is_seen) << Bits::place(i / 4, i % 2); };
-    if constexpr (SHARES_FACTS && cfg::PACK == 1) {
-      const Facts<TILE_N> facts(p, {work.batch, work.head}, tile(n) * TILE_N, lane);
-#pragma unroll
-      for (int i = 0; i < TILE_N / 2; i += i % 2 ? 3 : 1) {  // of the lane's first row
-        const auto fact = facts.of_quad(i / 4 * 8 + i % 2, lane);
-        note(i, keys[0].has(i / 4 * 8 + i % 2, fact));
-        note(i + 2, keys[1].has(i / 4 * 8 + i % 2, fact));
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < TILE_N / 2; i++) {
-        const int r = i / 2 % 2, offset = i / 4 * 8 + i % 2;
-        note(i, HIDDEN_AHEAD ? keys[r].by_position(offset) : keys[r].has(offset));
-      }
-    }
+    note_hidden<Bits>(p, hidden, keys, {work.batch, work.head}, tile(n) * TILE_N, lane);
   };
   // While products are on their way.
   auto prepare = [&](int n) {

@@ -189,3 +189,26 @@ __device__ __forceinline__ void produce(const Params& params, Smem& smem) {
     p.tile_counter[0] = p.tile_counter[1] = 0;  // the last to ask leaves zeros for the next launch
   }
 }
+
+// HIDES_ANYWHERE: marks in bits which elements of a tile are hidden from the lane's two rows, but for those that are
+// HIDDEN_AHEAD. `first` is the tile's first key.
+template <class Bits>
+__device__ __forceinline__ void note_hidden(const Params& p, u32 (&hidden)[2], const VisibleKeys (&keys)[2], const Head& at,
+                                            int first, int lane) {
+  auto note = [&](int i, bool is_seen) { hidden[i / 2 % 2] |= u32(!is_seen) << Bits::place(i / 4, i % 2); };
+  if constexpr (SHARES_FACTS && cfg::PACK == 1) {
+    const Facts<TILE_N> facts(p, at, first, lane);
+#pragma unroll
+    for (int i = 0; i < TILE_N / 2; i += i % 2 ? 3 : 1) {  // of the lane's first row
+      const auto fact = facts.of_quad(i / 4 * 8 + i % 2, lane);
+      note(i, keys[0].has(i / 4 * 8 + i % 2, fact));
+      note(i + 2, keys[1].has(i / 4 * 8 + i % 2, fact));
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < TILE_N / 2; i++) {
+      const int r = i / 2 % 2, offset = i / 4 * 8 + i % 2;
+      note(i, HIDDEN_AHEAD ? keys[r].by_position(offset) : keys[r].has(offset));
+    }
+  }
+}

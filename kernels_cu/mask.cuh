@@ -45,8 +45,8 @@ namespace mod {
 __device__ Real score_mod(const Params& p, Real score, int batch, int head, int q_idx, int kv_idx);
 __device__ Real score_mod_slope(const Params& p, Real score, int batch, int head, int q_idx, int kv_idx);
 __device__ bool mask_mod(const Params& p, int batch, int head, int q_idx, int kv_idx);
-// FACTS: in two steps. What it reads for a key, forward, or for a query, backward, whatever the other is; and the rest.
-__device__ cfg::Fact mask_mod_fact(const Params& p, int batch, int head, int place);
+// FACTS: in two steps. What it reads for a key, whatever the query is; and the rest.
+__device__ cfg::Fact mask_mod_fact(const Params& p, int batch, int head, int kv_idx);
 __device__ bool mask_mod_knowing(const Params& p, int batch, int head, int q_idx, int kv_idx, cfg::Fact fact);
 // Adds to the gradients of what score_mod captures, by cfg::SCATTERS sums, from ds of what it makes of the score.
 __device__ void score_mod_scatter(const Params& p, RunningSum<Real>* sums, Real score, Real ds, int batch, int head,
@@ -319,9 +319,8 @@ template <bool> struct Chosen {
   __device__ __forceinline__ bool has(int offset) const {
     return mod::mask_mod(p, at.batch, at.head, q_idx + (along_keys ? 0 : offset), kv_idx + (along_keys ? offset : 0));
   }
-  __device__ __forceinline__ bool has(int offset, cfg::Fact fact) const {
-    return mod::mask_mod_knowing(p, at.batch, at.head, q_idx + (along_keys ? 0 : offset),
-                                 kv_idx + (along_keys ? offset : 0), fact);
+  __device__ __forceinline__ bool has(int offset, cfg::Fact fact) const {  // along_keys
+    return mod::mask_mod_knowing(p, at.batch, at.head, q_idx, kv_idx + offset, fact);
   }
 };
 template <> struct Chosen<false> {
@@ -330,7 +329,7 @@ template <> struct Chosen<false> {
   __device__ __forceinline__ bool has(int, cfg::Fact) const { return true; }
 };
 
-// FACTS: those of COUNT keys, or queries, from `first` on, of which each lane of a warp reads some.
+// FACTS: those of COUNT keys from `first` on, of which each lane of a warp reads some.
 template <int COUNT> struct Facts {
   static constexpr int LANES = 32, OWN = (COUNT + LANES - 1) / LANES;
   cfg::Fact own[OWN];
@@ -383,9 +382,6 @@ struct VisibleQueries {
   __device__ __forceinline__ bool by_position(int offset) const { return first.has(offset) && last.has(offset); }
   __device__ __forceinline__ bool has(int offset) const {
     return (by_position(offset) && listed.has(offset)) & chosen.has(offset);
-  }
-  __device__ __forceinline__ bool has(int offset, cfg::Fact fact) const {
-    return (by_position(offset) && listed.has(offset)) & chosen.has(offset, fact);
   }
 };
 __device__ __forceinline__ VisibleQueries visible_queries(const Params& p, int kv_idx, int q0, const Head& at = {}) {

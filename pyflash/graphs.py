@@ -189,13 +189,9 @@ def _renumbered(graph: Graph, places: tuple[int, ...]) -> Graph:
 
 @lru_cache(maxsize=1024)
 def shared(graph: Graph, place: str) -> tuple[Graph, Graph] | None:
-    """What a graph reads of memory for a key, or a query, whatever the other is: that value by itself, and the graph with
-    it as the input "fact". None where there is no such value, or more than one."""
-    of, at, reads = (
-        [],
-        [],
-        [],
-    )  # each node: whether it depends on nothing else, whether on the place, whether it reads there
+    """What a graph reads of memory for a key, or for a query, whatever the other is: that value by itself, and the
+    graph with it as the input "fact". None where there is no such value, or more than one."""
+    of, at, reads = [], [], []  # of each node: whether it depends on nothing else, on the place, and reads there
     for operation, _, operands, value in graph.nodes:
         of.append(value in (place, "batch", "head") if operation == "input" else all(of[i] for i in operands))
         at.append((operation, value) == ("input", place) or any(at[i] for i in operands))

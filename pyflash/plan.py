@@ -76,12 +76,6 @@ def _padded(problem: Problem, kernel: Kernel) -> tuple[int, int]:
     return tuple(_cdiv(d, kernel.pad) * kernel.pad for d in (problem.head_dim, problem.head_dim_v))
 
 
-def _smem_bytes(problem: Problem, kernel: Kernel, row: Row) -> int:
-    itemsize = problem.dtype.itemsize
-    bias = row.tile_m * (row.tile_n * itemsize + 16) if kernel.stages_bias and scores.wide(problem, "bias") else 0
-    return bias + kernel.smem_bytes(row, *_padded(problem, kernel), itemsize)
-
-
 _WALKING = tuple(kernel for name, kernel in KERNELS.items() if params.computes_scores(name))  # over tiles of scores
 
 
@@ -110,7 +104,7 @@ def _rows(problem: Problem, kernel: Kernel, device: Device, fits: Callable = _di
             and (row.max_seqlen is None or max(problem.seqlen_q, problem.seqlen_k) <= row.max_seqlen)
             and (row.max_band is None or _band_width(problem) <= row.max_band)
             and row.min_smem <= device.smem_bytes
-            and _smem_bytes(problem, kernel, row) <= device.smem_bytes
+            and scores.smem_bytes(problem, kernel, row, *dims) <= device.smem_bytes
             and fits(problem, kernel, row)
         ):
             yield row
@@ -188,7 +182,7 @@ def _config(problem: Problem, name: str, row: Row, tensors: dict[str, Tensor]) -
         **(scores.config(problem, kernel, row) if params.computes_scores(name) else {}),
         **(sizes.config(problem) if params.by_sequence(name) else {}),
         **{f"WIDE_{n.upper()}": n not in tensors or tensors[n].wide() for n in params.strided_tensors(name)},
-        "SMEM_BYTES": _smem_bytes(problem, kernel, row),
+        "SMEM_BYTES": scores.smem_bytes(problem, kernel, row, tile_d, tile_dv),
     }
 
 
@@ -202,11 +196,7 @@ def _functions(problem: Problem, kernel: Kernel) -> tuple[tuple[str, tuple[str, 
                 made.append((f"{name}_slope", arguments, mod.slope))
             if name == "score_mod" and sums.scatters(problem):
                 made.append((f"{name}_scatter", ("score", "ds", *arguments[1:]), mod.scatter))
-    if facts := scores.facts(problem, kernel):
-        place, parts = facts
-        arguments = ("batch", "head", place), (*INPUTS["mask_mod"], "fact")
-        made += zip(("mask_mod_fact", "mask_mod_knowing"), arguments, parts, strict=True)
-    return tuple(made)
+    return *made, *scores.facts(problem, kernel)
 
 
 def _launch(

@@ -6,6 +6,7 @@ from . import features, sums
 from .graphs import KINDS, Graph, shared
 from .problem import DTYPES, Problem
 from .tiles import Kernel, Row
+from .trace import INPUTS
 
 _CAPTURED = {slot.name for slot in features.CAPTURED}
 
@@ -22,12 +23,20 @@ def wide(problem: Problem, name: str) -> bool:
     return _rows(problem).get(name, False)
 
 
-def facts(problem: Problem, kernel: Kernel) -> tuple[str, tuple[Graph, Graph]] | None:
-    """What mask_mod reads for a key, forward, or for a query, backward, whatever the other is: which of them, that value,
-    and the rest. In Hopper's kernels a lane has many of those, so that lanes share them out."""
-    mod, place = problem.option("mask_mod"), "q_idx" if problem.backward else "kv_idx"
-    parts = shared(mod.graph, place) if mod and kernel.only_capability else None
-    return parts and (place, parts)
+def smem_bytes(problem: Problem, kernel: Kernel, row: Row, tile_d: int, tile_dv: int) -> int:
+    """Of a CTA, with the rows of a bias, if they pass through."""
+    itemsize = problem.dtype.itemsize
+    bias = row.tile_m * (row.tile_n * itemsize + 16) if kernel.stages_bias and wide(problem, "bias") else 0
+    return bias + kernel.smem_bytes(row, tile_d, tile_dv, itemsize)
+
+
+def facts(problem: Problem, kernel: Kernel) -> tuple[tuple[str, tuple[str, ...], Graph], ...]:
+    """Functions, with their arguments: what mask_mod reads for a key whatever the query is, and the rest. A lane of
+    Hopper's forward has many keys, so that lanes share them out; of the backward's fewer queries it reads its own."""
+    mod = problem.option("mask_mod")
+    parts = shared(mod.graph, "kv_idx") if mod and kernel.only_capability and not problem.backward else None
+    arguments = ("batch", "head", "kv_idx"), (*INPUTS["mask_mod"], "fact")
+    return tuple(zip(("mask_mod_fact", "mask_mod_knowing"), arguments, parts, strict=True)) if parts else ()
 
 
 def read_by_element(problem: Problem) -> tuple[str, ...]:
@@ -54,7 +63,7 @@ def config(problem: Problem, kernel: Kernel, row: Row) -> dict[str, object]:
         "UNIT_DBIAS": "dbias" in arrays and arrays["bias"].shape[-1:] > (1,),
         "NEAR_ARRAYS": all(t.span() < 2**31 for n, t in arrays.items() if n in _CAPTURED),
         **features.flags(problem.on),
-        "FACTS": fact is not None,
-        "Fact": KINDS[fact[1][0].nodes[-1].kind][0].replace("Real", "float") if fact else "int",
+        "FACTS": bool(fact),
+        "Fact": KINDS[fact[0][2].nodes[-1].kind][0].replace("Real", "float") if fact else "int",
         "SCATTERS": sums.scatters(problem),
     }

@@ -9,7 +9,7 @@ import pytest
 from problems import FUNCTIONS, example
 
 import pyflash
-from pyflash import features, reference, source, trace
+from pyflash import features, graphs, reference, source, trace
 from pyflash.device import KNOWN
 from pyflash.plan import plan
 
@@ -110,6 +110,31 @@ def test_alibi_as_a_function_is_alibi():
     expected = pyflash.flash_attention_backward(DOUT, Q, K, V, out, lse, alibi_slopes=slopes)
     for got, right in zip((pyflash.flash_attention(Q, K, V, **call), *found), (out, *expected), strict=True):
         np.testing.assert_allclose(got, right, rtol=1e-12, atol=1e-12)
+
+
+MASK_MODS = {  # and whether something is read for a key alone, and for a query alone
+    "documents": (lambda b, h, i, j: IDS[i % 23] == IDS[j % 23], True, True),
+    "documents, causal": (lambda b, h, i, j: (IDS[i] == IDS[j]) & (i >= j), True, True),
+    "heads of keys": (lambda b, h, i, j: 2 * TABLE[h, j] > i - 9, True, False),
+    "two arrays": (lambda b, h, i, j: (IDS[i] == IDS[j]) & (TABLE[h, j] < i), False, True),
+    "positions": (lambda b, h, i, j: i >= j, False, False),
+    "relative": (lambda b, h, i, j: IDS[i - j] == 0, False, False),
+}
+
+
+@pytest.mark.parametrize("name", MASK_MODS)
+def test_what_is_read_for_a_key_or_a_query(name):
+    function, *expected = MASK_MODS[name]
+    mod = trace.trace("mask_mod", function)
+    for place, there in zip(("kv_idx", "q_idx"), expected, strict=True):
+        parts = graphs.shared(mod.graph, place)
+        assert bool(parts) == there
+        for i, j in ((3, 20), (12, 13)) if there else ():
+            inputs = {"batch": np.int32(1), "head": np.int32(2), "q_idx": np.int32(i), "kv_idx": np.int32(j)}
+            alone = {name: inputs[name] for name in ("batch", "head", place)}
+            fact = parts[0].evaluate(alone, mod.arrays, np.float64)
+            whole = mod.graph.evaluate(inputs, mod.arrays, np.float64)
+            assert parts[1].evaluate({**inputs, "fact": fact}, mod.arrays, np.float64) == whole == function(1, 2, i, j)
 
 
 def test_a_function_that_changes_nothing_costs_nothing():
