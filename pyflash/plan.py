@@ -303,8 +303,9 @@ def _section_bytes(group_bytes: int) -> int:
 
 
 def _heads_per_section(problem: Problem) -> int:
-    """How many heads of q have their tiles ordered together, longest first: those whose k and v share L2."""
-    if not problem.banded:
+    """How many heads of q have their tiles ordered together, longest first: those whose k and v share L2. Long walks of a
+    block mask may lie anywhere: so they are not the last ones of the last head."""
+    if not problem.banded and "block_mask" not in problem.on:
         return 1  # all tiles are equally long: those of one head follow each other
     groups = problem.batch * problem.num_heads_kv
     group_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize

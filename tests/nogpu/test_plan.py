@@ -453,3 +453,11 @@ def test_series_of_softcap(softcap, softmax_scale):
         inside = abs(products) < most
         expected = features.LOG2_E * softcap * np.tanh(softmax_scale * products / softcap)
         np.testing.assert_allclose(found[inside], expected[inside], rtol=2**-20, atol=1e-12)
+
+
+def test_tiles_of_heads_are_in_one_order_where_walks_differ_in_length():
+    options = {"mask_mod": FUNCTIONS["mask_mod"], "block_mask": BLOCKS}
+    sizes = {"batch": 2, "seqlen_q": 4096, "seqlen_k": 4096, "heads": 4, "heads_kv": 4, "head_dim": 128}
+    for on, together in (({}, False), ({"causal": True}, True), (options, True)):
+        values = dict(plan(example(**sizes, **on), KNOWN["H200"]).launches[0].values)
+        assert (values["packs_per_section"] > 1) == together
