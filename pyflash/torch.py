@@ -16,7 +16,7 @@ import torch
 from . import entry, graphs, sequences
 from .blocks import Blocks
 from .errors import Unsupported
-from .features import BY_NAME, CAPTURED, FUNCTIONS
+from .features import BY_NAME, CAPTURED, DEFAULTS, FUNCTIONS
 from .problem import argument
 
 _ARRAYS = tuple(name for name, feature in BY_NAME.items() if feature.is_array)
@@ -204,7 +204,9 @@ def _flattened(options: dict[str, object]) -> tuple[list[torch.Tensor], list[int
             f"torch.compile takes options that are numbers, tensors or tuples, not a {type(value).__name__}"
         )
 
-    forms = {n: x if n in FUNCTIONS else form(x) for n, x in options.items() if x is not None}
+    # What has its default is left out, and so not read again in each run.
+    given = {n: x for n, x in options.items() if isinstance(x, torch.Tensor) or x != DEFAULTS.get(n)}
+    forms = {n: x if n in FUNCTIONS else form(x) for n, x in given.items()}
     return arrays, numbers, "{" + ",".join([f'"{name}":{text}' for name, text in forms.items()]) + "}"
 
 

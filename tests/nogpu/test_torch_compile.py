@@ -346,7 +346,8 @@ def test_functions_in_a_program_that_is_exported():
 def test_options_as_text(options):
     from pyflash import torch as glue
 
-    arrays, numbers, text = glue._flattened({**options, "absent": None})
+    defaults = {"sinks": None, "causal": False, "window": (None, None), "dropout_p": 0.0}
+    arrays, numbers, text = glue._flattened({**defaults, **options})
     restored = glue._restored(glue._parsed(text), arrays, numbers)
     assert restored.keys() == options.keys()
     assert all(restored[name] is value if isinstance(value, torch.Tensor) else restored[name] == value
