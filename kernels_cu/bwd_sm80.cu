@@ -307,7 +307,7 @@ bwd_sm80(const __grid_constant__ Params params) {
             for (int i = 0; i < KEY_BLOCKS * 4; i++) {
               const int n = i / 4, e = i % 4;
               float& x = s[n][m][half][e];
-              x = scorer.score(x, m * BLOCK + half * 8 + e % 2, n * BLOCK + e / 2 * 8, small);
+              x = scorer.score(x, m * BLOCK + half * 8 + e % 2, n * BLOCK + e / 2 * 8, size);
               x = ex2(fmaf(x, scale, -(e % 2 ? lse.second : lse.first)));
             }
           }

@@ -179,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_CTAS) fwd_sm80(con
 #pragma unroll
       for (int i = 0; i < SCORES; i++) {
         const int m = i / SCORES_PER_BLOCK, n = i / 4 % (KEY_BLOCKS * 2), e = i % 4;
-        s[m][n][e] = scorer.score(s[m][n][e], m * BLOCK + e / 2 * 8, n * 8 + e % 2, small);
+        s[m][n][e] = scorer.score(s[m][n][e], m * BLOCK + e / 2 * 8, n * 8 + e % 2, size);
       }
     });
     if (!masked) return;
