@@ -1,7 +1,7 @@
 // Forward attention on Hopper with wgmma, TMA and warp specialisation:  o = softmax(q kT) v,  lse = log(sum(exp(s))).
 //
-// A CTA stays on its multiprocessor and takes output tiles of TILE_M query rows in turn. One thread of warpgroup 0
-// loads; each other warpgroup computes 64 rows of the tile, walking the visible keys in tiles of TILE_N.
+// A CTA stays on its multiprocessor and takes output tiles of TILE_M query rows in turn. One thread of warpgroup 0, or
+// of a single warp behind the others, loads; each other warpgroup computes 64 rows of the tile, walking the visible keys in tiles of TILE_N.
 // Scores and output are accumulators in registers; the probabilities stay in registers too, as operand a of the second
 // product. So nothing that is computed passes through shared memory, nor between warps.
 //
@@ -19,7 +19,7 @@
 //   The turns ("ping-pong") keep one warpgroup's exponentials under the other's products. A warpgroup's own second
 //   product lies beside its own exponentials too: it is one tile behind.
 //   SCORE_EARLY: the first scores of the next output tile are started beside the last product of this one, and o is
-//   stored under them. PASS_EARLY: the turn is passed before the last few wgmma of a step are issued.
+//   stored under them, where it can by TMA from the place of its q (STORES_TMA). PASS_EARLY: the turn is passed before the last few wgmma of a step are issued.
 //
 // The reference is a stale maximum (softmax.cuh): no maximum is looked for, and o is not rescaled. The sum of the new
 // probabilities tells if a score was too large for that; then, rarely, the warp alone computes its scores anew
@@ -36,10 +36,10 @@
 //     rows of a warpgroup   | head 0: WG_QUERIES queries | head 1: the same queries | ...   (TMA loads them as one box)
 //     keys of a query tile  | split 0                    | split 1                  | ...   (equally many key tiles)
 //
-// Shared memory (struct Smem): rings of Q_STAGES tiles of q and STAGES tiles of k and of v, each buffer with a "full"
+// Shared memory (struct Smem): rings of Q_STAGES tiles of q, STAGES of k and V_STAGES of v, each buffer with a "full"
 // mbarrier (bytes landed) and an "empty" one (an arrival from every warp that has read it).
 //
-//   q [Q_STAGES][64 rows each] | k [STAGES] | v [STAGES] | which output tile is next (travels with q) | mbarriers
+//   q [Q_STAGES][64 rows each] | k [STAGES] | v [V_STAGES] | which output tile is next (travels with q) | mbarriers
 #include "fwd_sm90_load.cuh"
 #include "fwd_sm90_exact.cuh"
 #include "softmax.cuh"
@@ -59,8 +59,10 @@ fwd_sm90(const __grid_constant__ Params params) {
     }
     for (int i = 0; i < STAGES; i++) {
       mbarrier_init(&smem.k_full[i], 1);
-      mbarrier_init(&smem.v_full[i], 1);
       mbarrier_init(&smem.k_empty[i], CONSUMER_WARPS);
+    }
+    for (int i = 0; i < V_STAGES; i++) {
+      mbarrier_init(&smem.v_full[i], 1);
       mbarrier_init(&smem.v_empty[i], CONSUMER_WARPS);
     }
     mbarrier_init_fence();
@@ -72,14 +74,14 @@ fwd_sm90(const __grid_constant__ Params params) {
   }
   __syncthreads();
 
-  if (warpgroup == 0) {
-    setmaxnreg_dec<cfg::PRODUCER_REGS>();
-    if (threadIdx.x == 0) produce(params, smem);
+  if (warpgroup == LOADER) {
+    if constexpr (SHARES_REGISTERS) setmaxnreg_dec<cfg::PRODUCER_REGS>();
+    if (threadIdx.x == LOADER * WARPGROUP) produce(params, smem);
     return;
   }
-  setmaxnreg_inc<cfg::CONSUMER_REGS>();
-  const int wg = warpgroup - 1, lane = threadIdx.x % WARP, warp_row = threadIdx.x % WARPGROUP / WARP * 16;
-  const int warp = threadIdx.x / WARP - WARPGROUP / WARP;
+  if constexpr (SHARES_REGISTERS) setmaxnreg_inc<cfg::CONSUMER_REGS>();
+  const int wg = SHARES_REGISTERS ? warpgroup - 1 : warpgroup, lane = threadIdx.x % WARP, warp_row = threadIdx.x % WARPGROUP / WARP * 16;
+  const int warp = (wg * WARPGROUP + threadIdx.x % WARPGROUP) / WARP;
   Own<VARLEN> own(params);
   const Params& p = own.p;
   const float scale = exponent_scale(p);
@@ -88,7 +90,8 @@ fwd_sm90(const __grid_constant__ Params params) {
   u32 p_rmem[KEY_STEPS][4];                       // probabilities as operand a (64, TILE_N)
   TileSoftmax softmax;
   Ring<Q_STAGES> q;
-  Ring<STAGES> k, v;
+  Ring<STAGES> k;
+  Ring<V_STAGES> v;
   Work work;
   KeyWalk range;                // key tiles of this warpgroup's rows
   int before, behind;           // how many of the output tile's walk lie before them, and behind
@@ -176,9 +179,9 @@ fwd_sm90(const __grid_constant__ Params params) {
   auto release = [&](u64* empty) {
     if (lane == 0) mbarrier_arrive(empty);
   };
-  auto release_k = [&](int n) {  // and q after the last
+  auto release_k = [&](int n) {  // and q after the last, unless o is to have its place
     release(&smem.k_empty[k.index]);
-    if (n == range.begin) release(&smem.q_empty[q.index][wg]);
+    if (!STORES_TMA && n == range.begin) release(&smem.q_empty[q.index][wg]);
   };
   auto release_v = [&]() {
     __syncwarp();  // no lane still waits for it
@@ -506,7 +509,7 @@ fwd_sm90(const __grid_constant__ Params params) {
       }
     }
   };
-  auto store = [&](const Work& work, const float (&inverse)[2]) {
+  auto store_directly = [&](const Work& work, const float (&inverse)[2]) {
     const auto found = own_of(work);
     const Params& p = found.p;
     auto o_row = [&](int r) -> cfg::Output* {
@@ -515,6 +518,27 @@ fwd_sm90(const __grid_constant__ Params params) {
              query(work, r) * p.o_stride[1] + head(work, r) * p.o_stride[2];
     };
     store_rows<TILE_DV, cfg::Output>(o_row, p.head_dim_v, o_rmem, inverse, lane);
+  };
+  // STORES_TMA: o takes the place of its q, which is free again when that has been read.
+  auto start_store = [&](const Work& work, int stage, const float (&inverse)[2]) {
+    auto& o_smem = smem.q[stage][wg];
+    accumulator_to_smem<TILE_DV, Element>(o_smem, warp_row, o_rmem, inverse, lane);
+    fence_proxy_async_shared();
+    __syncwarp();
+    if (lane > 0) return;
+    for (int c = 0; c < DV_CHUNKS; c++) {
+      tma_store_4d(&params.tma_o, o_smem[c][warp_row], c * CHUNK, work.m0 + wg * WG_ROWS + warp_row, work.head,
+                   work.batch);
+    }
+    bulk_commit();
+  };
+  auto store = [&](const Work& work, int stage, const float (&inverse)[2]) {
+    if constexpr (STORES_TMA) start_store(work, stage, inverse); else store_directly(work, inverse);
+  };
+  auto finish_store = [&](int stage) {
+    if (!STORES_TMA || lane > 0) return;
+    bulk_wait_read<0>();
+    mbarrier_arrive(&smem.q_empty[stage][wg]);
   };
 
   if (PING_PONG && wg == CONSUMERS - 1) pass_turn();  // the first turn is warpgroup 0's
@@ -533,7 +557,7 @@ fwd_sm90(const __grid_constant__ Params params) {
     if (!scored) skip(before);
     if (range.begin == range.end) {
       finish_rows(inverse);
-      store(work, inverse);
+      store_directly(work, inverse);
       release(&smem.q_empty[q.index][wg]);
       q.advance();
       receive_work();
@@ -546,7 +570,7 @@ fwd_sm90(const __grid_constant__ Params params) {
       wgmma_hold(s_rmem);
     }
     first_step(range.end - 1);
-    for (int n = range.end - 2; n >= range.begin; n--) {
+    for (int n = range.end - 2; !cfg::ONE_KEY_TILE && n >= range.begin; n--) {
       look_up(n);
       const bool full = !RAISES && !hides(n) && side(n);
       if constexpr (ADAPTS) {
@@ -564,7 +588,7 @@ fwd_sm90(const __grid_constant__ Params params) {
     start_output();
     finish_rows(inverse);
     const Work done = work;
-    const int rest = behind;
+    const int rest = behind, stage = q.index;
     // Else loads wait for the rest, q for loads.
     const bool early = cfg::SCORE_EARLY && rest == 0 && (ENDS_HIDDEN || !unchecked);
     q.advance();
@@ -579,15 +603,17 @@ fwd_sm90(const __grid_constant__ Params params) {
       hold_output();
       release_v();
       if constexpr (ENDS_HIDDEN) make_all_hidden_harmless(done);
-      store(done, inverse);
+      store(done, stage, inverse);
       wgmma_wait<0>();
       wgmma_hold(s_rmem);
+      finish_store(stage);
     } else {
       finish_output();
       if constexpr (ENDS_HIDDEN) make_all_hidden_harmless(done);
       else make_hidden_harmless(range.begin);
       skip(rest);
-      store(done, inverse);
+      store(done, stage, inverse);
+      finish_store(stage);
       if (!early) receive_work();
     }
   }

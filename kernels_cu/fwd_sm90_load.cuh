@@ -5,7 +5,7 @@
 #include "score.cuh"
 
 using cfg::Element;
-using cfg::TILE_M, cfg::TILE_N, cfg::TILE_D, cfg::TILE_DV, cfg::STAGES, cfg::Q_STAGES;
+using cfg::TILE_M, cfg::TILE_N, cfg::TILE_D, cfg::TILE_DV, cfg::STAGES, cfg::V_STAGES, cfg::Q_STAGES;
 
 constexpr int WG_ROWS = 64, CONSUMERS = TILE_M / WG_ROWS;  // rows of a warpgroup; warpgroups that compute
 // Rows of a warpgroup: the same WG_QUERIES queries of PACK heads that share k and v, head after head; what is left is
@@ -27,7 +27,15 @@ constexpr bool ADAPTS = SCORES_HIDE && !RAISES;
 // What is computed by elements has no registers for it.
 constexpr bool ENDS_HIDDEN = BOUND_LEFT && !BY_ELEMENT;
 constexpr bool DYNAMIC = cfg::DYNAMIC || WALKS_DIFFER;  // whether tiles are handed out as CTAs get free
-static_assert(cfg::NUM_THREADS == (CONSUMERS + 1) * WARPGROUP, "one warpgroup loads, the others compute");
+// Whether o goes out by TMA, through the place of its q: where a warp's rows are a box of an array that ends with them,
+// and registers are enough.
+constexpr bool STORES_TMA =
+  cfg::STORE_TMA && cfg::PACK == 1 && !cfg::SPLIT && !VARLEN && !ENDS_HIDDEN && DV_CHUNKS <= D_CHUNKS;
+static_assert(!STORES_TMA || Q_STAGES > 1 || !cfg::SCORE_EARLY, "the next q has a place before o has left it");
+// Who loads: a warpgroup, the first, that leaves its registers to the others, or a warp, the last.
+constexpr bool SHARES_REGISTERS = cfg::CONSUMER_REGS > 0;
+constexpr int LOADER = SHARES_REGISTERS ? 0 : CONSUMERS;
+static_assert(cfg::NUM_THREADS == CONSUMERS * WARPGROUP + (SHARES_REGISTERS ? WARPGROUP : WARP), "they and who computes");
 static_assert(TILE_N % 16 == 0 && TILE_D % 16 == 0 && TILE_DV % 16 == 0, "wgmma sums in steps of 16");
 
 // The output tile that a warpgroup computes next: the queries from m0 on, of PACK heads from `head` on, over part
@@ -51,10 +59,10 @@ template <> struct Addends<false> { static constexpr StagedPairs<Element, TILE_N
 struct Smem : Addends<ADDENDS_AHEAD> {
   alignas(1024) Element q[Q_STAGES][CONSUMERS][D_CHUNKS][WG_ROWS][CHUNK];
   Element k[STAGES][D_CHUNKS][TILE_N][CHUNK];
-  Element v[STAGES][DV_CHUNKS][TILE_N][CHUNK];
+  Element v[V_STAGES][DV_CHUNKS][TILE_N][CHUNK];
   Work work[Q_STAGES][CONSUMERS];  // travels with q
   u64 q_full[Q_STAGES][CONSUMERS], q_empty[Q_STAGES][CONSUMERS];
-  u64 k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
+  u64 k_full[STAGES], k_empty[STAGES], v_full[V_STAGES], v_empty[V_STAGES];
 };
 static_assert(sizeof(Smem) == cfg::SMEM_BYTES, "tiles.py and Smem disagree");
 
@@ -136,7 +144,8 @@ __device__ __forceinline__ void produce(const Params& params, Smem& smem) {
   prefetch_tensor_map(&params.tma_k);
   prefetch_tensor_map(&params.tma_v);
   Ring<Q_STAGES> q;
-  Ring<STAGES> k, v;
+  Ring<STAGES> k;
+  Ring<V_STAGES> v;
   unsigned index = blockIdx.x, round = 0;
   while (true) {
     const Work work = take_work(own, params, index);

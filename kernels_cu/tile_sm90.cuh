@@ -86,6 +86,25 @@ __device__ __forceinline__ u32 unit_address(u32 tile, int rows, int row, int uni
   return tile + (unit / UNITS * rows + row) * CHUNK_ROW_BYTES + (unit % UNITS ^ row % UNITS) * UNIT_BYTES;
 }
 
+// A warp's 16 rows of an accumulator (64, COLUMNS), each times its factor, rounded, to a tile in shared memory, from
+// `row` on.
+template <int COLUMNS, class Element, int CHUNKS, int ROWS>
+__device__ __forceinline__ void accumulator_to_smem(Element (&tile)[CHUNKS][ROWS][CHUNK], int row,
+                                                    const float (&acc_rmem)[COLUMNS / 2], const float (&factor)[2],
+                                                    int lane) {
+  auto* const bytes = reinterpret_cast<unsigned char*>(tile);
+#pragma unroll
+  for (int j = 0; j < COLUMNS / 8; j += 2) {
+    u32 x[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int at = 4 * (j + i / 2) + 2 * (i % 2);
+      x[i] = pack2<Element>(acc_rmem[at] * factor[i % 2], acc_rmem[at + 1] * factor[i % 2]);
+    }
+    stmatrix_x4(bytes + unit_address(0, ROWS, row + lane % 16, j + lane / 16), x[0], x[1], x[2], x[3]);
+  }
+}
+
 // s(16, N) = a(16, 16 * STEPS) * b(N, 16 * STEPS)T by one warp alone, with mma.sync, in the layout of its part of a
 // wgmma accumulator. `a` is a tile of A_ROWS rows, of which the warp takes 16 from `a_row` on. Slow and small: for what
 // happens rarely.

@@ -134,6 +134,7 @@ TABLES: dict[str, tuple[Field, ...]] = {
         _map("q", "64 x rows of a head x PACK"),
         _map("k", "64 x TILE_N"),
         _map("v", "64 x TILE_N"),
+        _map("o", "64 x rows of a warp; STORE_TMA"),
         *_SPLIT_FORWARD,
         _TILE_COUNTER,
         Field("packs_per_section", "i32", "int", "packs of heads whose k and v share L2: the tile order's inner loop"),

@@ -14,7 +14,7 @@ from .problem import DTYPES, REAL_DTYPES, Problem, Tensor
 from .tiles import FAMILIES, KERNELS, Kernel, Row
 
 _WORKSPACE_ALIGNMENT, MAX_GRID = 256, 2**31 - 1
-_WG_ROWS = 64  # rows of a warpgroup
+_WG_ROWS, _WARP_ROWS = 64, 16  # rows of a warpgroup, and of each of its warps
 # For estimates: what a multiprocessor of Hopper does a second; what an output tile's ends and another launch take.
 _SM_FLOPS, _SM_BANDWIDTH, _TILE_SECONDS, _COMBINE_SECONDS = 5e12, 30e9, 2.5e-6, 4e-6
 _PARTIAL = {"o": "o_partial", "lse": "lse_partial"}  # where a forward that splits keys leaves the parts' results
@@ -96,10 +96,11 @@ def _rows(problem: Problem, kernel: Kernel, device: Device, fits: Callable = _di
     dims = _padded(problem, kernel)
     for row in kernel.rows:
         if (
-            max(dims) <= row.head_dim
+            row.min_head_dim <= min(dims) <= max(dims) <= row.head_dim
             and row.causal in (None, problem.banded)
             and row.itemsize in (None, problem.dtype.itemsize)
             and not (row.plain and features.by_element(problem.on))
+            and not (row.bare and (problem.on or problem.varlen))
             and row.min_seqlen_q <= problem.usual_seqlen_q
             and (row.max_seqlen is None or max(problem.seqlen_q, problem.seqlen_k) <= row.max_seqlen)
             and (row.max_band is None or _band_width(problem) <= row.max_band)
@@ -418,7 +419,7 @@ def _forward_sm90(problem: Problem, device: Device, notes: tuple[str, ...]) -> P
         "fwd_sm90",
         arrays,
         pointers + ("tile_counter",) * dynamic,
-        lambda n: min(device.sm_count, tiling.tiles),
+        lambda n: min(row.min_ctas * device.sm_count, tiling.tiles),
         {"PACK": pack, "SPLIT": split, "Output": "float" if split else problem.dtype.element},
         {
             **values,
@@ -431,6 +432,7 @@ def _forward_sm90(problem: Problem, device: Device, notes: tuple[str, ...]) -> P
             "tma_q": TensorMap("q", (64, _WG_ROWS // pack, pack)),
             "tma_k": TensorMap("k", (64, row.tile_n)),
             "tma_v": TensorMap("v", (64, row.tile_n)),
+            **({"tma_o": TensorMap("o", (64, _WARP_ROWS))} if dict(row.knobs)["STORE_TMA"] and not split else {}),
         },
         row,
         drawn=tiling.tiles,

@@ -26,7 +26,9 @@ class Row:
     max_seqlen: int | None = None  # and at most this many, and as many keys
     whole: bool = False  # made for many long tiles: serves neither those of several heads nor parts of the keys
     plain: bool = False  # serves no feature that takes code of its own for each element: has no registers for it
+    bare: bool = False  # serves no feature at all, nor sequences of their own lengths: has no registers for them
     max_band: int | None = None  # serves only problems whose queries see at most this many keys, by causal and window
+    min_head_dim: int = 0  # serves only problems whose head_dim and head_dim_v, padded, are at least this
     min_smem: int = 0  # serves only devices that give a CTA this many bytes: where min_ctas CTAs need more than one's
 
 
@@ -68,8 +70,9 @@ def _fwd_sm90_smem(row: Row, tile_d: int, tile_dv: int, itemsize: int) -> int:
     knobs = dict(row.knobs)
     chunked_d, chunked_dv = (-(-d // 64) * 64 * itemsize for d in (tile_d, tile_dv))
     q = knobs["Q_STAGES"] * row.tile_m * chunked_d
-    kv = row.stages * row.tile_n * (chunked_d + chunked_dv)
-    control = knobs["Q_STAGES"] * row.tile_m // 64 * 32 + row.stages * 32  # mbarriers, and what travels with q
+    kv = row.tile_n * (row.stages * chunked_d + knobs["V_STAGES"] * chunked_dv)
+    kv += (row.stages + knobs["V_STAGES"]) * 16  # mbarriers
+    control = knobs["Q_STAGES"] * row.tile_m // 64 * 32  # those of q, and what travels with it
     return -(-(q + kv + control) // 1024) * 1024
 
 
@@ -146,31 +149,42 @@ def _fwd_sm90(
     whole: bool = False,
     max_seqlen: int | None = None,
     max_band: int | None = None,
+    v_stages: int | None = None,
+    store_tma: bool = False,
+    ctas: int = 1,
+    bare: bool = False,
+    min_head_dim: int = 0,
 ) -> tuple[Row, ...]:
     """One warpgroup loads; those that compute 64 rows each share the other registers. Causal tiles differ in length, so
     they are handed out as CTAs get free, as are `dynamic` ones. `early`: scores of the next output tile beside the last
     step of this one; `ping_pong`: warpgroups take turns at products, so that each has its exponentials under another's;
-    `pass_early`: 16-key steps of the second product that are left when the next one gets its turn."""
-    producer, consumer = {128: (40, 232), 192: (32, 160), 256: (32, 112)}[tile_m]
+    `pass_early`: 16-key steps of the second product that are left when the next one gets its turn; `v_stages`: tiles of
+    v in flight, if not as many as of k; `store_tma`: o goes out by TMA where it can; `ctas`: on a multiprocessor, of
+    which several have a warp that loads, and no registers to share out."""
+    shared = {128: (40, 232), 192: (32, 160), 256: (32, 112)}[tile_m]
+    loaders, (producer, consumer) = (128, shared) if ctas == 1 else (32, (0, 0))
     rows = []
     for causal in (False, True) if only_causal is None else (only_causal,):
         knobs = {
+            "ONE_KEY_TILE": max_seqlen is not None and max_seqlen <= tile_n,
             "Q_STAGES": q_stages,
+            "V_STAGES": v_stages or stages,
             "DYNAMIC": causal or dynamic,
             "SCORE_EARLY": early,
             "PASS_EARLY": pass_early,
             "PING_PONG": ping_pong,
+            "STORE_TMA": store_tma,
             "PRODUCER_REGS": producer,
             "CONSUMER_REGS": consumer,
         }
-        threads = 128 * (1 + tile_m // 64)
+        threads = 2 * tile_m + loaders
         row = Row(
             head_dim,
             tile_m,
             tile_n,
             threads,
             stages,
-            1,
+            ctas,
             why,
             tuple(knobs.items()),
             causal,
@@ -180,6 +194,8 @@ def _fwd_sm90(
             whole,
             plain=whole,
             max_band=max_band,
+            bare=bare,
+            min_head_dim=min_head_dim,
         )
         rows.append(row)
     return tuple(rows)
@@ -212,7 +228,11 @@ def _simt(head_dim: int, tile_m: int, tile_n: int, threads: int, grid: tuple[int
 _FOUR_WARPGROUPS = "as exponentials bind, four to hide them: 192 rows of 128 keys -4 % full, -7 % causal"
 _THREE_WARPGROUPS = "three hide more of a long walk, and share k and v: 128 x 128 -3 to -9 %"
 _NARROW = "less of a window's ends is hidden: 80 keys -6 % with 1025; two stages -6 %, turns -3 %"
-_SHORT = "144 or 176 keys up to -20 %; two tiles of q, k and v -2 to -4 % at 1k with four query heads a head of k"
+_SHORT = (
+    "one q, three k: at 512 and 1k -3 to -5 %; two v, three k -3 to -7 %; o not by TMA -1 to -2 %; 144, 176 keys -20 %"
+)
+_LONG_PARTS = "for parts of the keys, several heads in a tile, and what is computed by elements"
+_ONE_TILE_FULL = "all is memory, of which two CTAs ask for more: one -2 %; o not by TMA -2 %, three q -1 %, turns -2 %"
 _ONE_TILE = "half of the keys are visible to half of the rows, and all is memory: 128 keys -7 %, turns -2 %"
 _BLOCKS = "8 x 8 results a thread in both products, two CTAs a multiprocessor"
 _LESS_SMEM = "as above in 99 KB, what consumer GPUs of compute capability 8.6 to 12.0 have"
@@ -257,8 +277,26 @@ KERNELS: dict[str, Kernel] = {
         pad=16,
         smem_bytes=_fwd_sm90_smem,
         rows=(
-            *_fwd_sm90(64, 256, 64, 4, 2, _FOUR_WARPGROUPS, min_seqlen_q=129, whole=True),
+            *_fwd_sm90(64, 256, 64, 4, 2, _FOUR_WARPGROUPS, min_seqlen_q=129, whole=True, store_tma=True),
             *_fwd_sm90(64, 128, 64, 4, 2, _ONE_TILE, ping_pong=False, only_causal=True, max_seqlen=128),
+            *_fwd_sm90(
+                64,
+                128,
+                128,
+                2,
+                2,
+                _ONE_TILE_FULL,
+                early=False,
+                ping_pong=False,
+                only_causal=False,
+                dynamic=True,
+                whole=True,
+                max_seqlen=128,
+                store_tma=True,
+                ctas=2,
+                bare=True,
+                min_head_dim=64,
+            ),
             *_fwd_sm90(64, 128, 128, 2, 2, "no more rows than queries: at 128 +20 % full, +15 % causal", dynamic=True),
             *_fwd_sm90(80, 192, 112, 2, 1, "three warpgroups: 128 x 128 -11 % full, -8 % causal at 4k", whole=True),
             *_fwd_sm90(80, 128, 128, 2, 2, "for parts of the keys or several heads in a tile, and where tiles are few"),
@@ -268,13 +306,24 @@ KERNELS: dict[str, Kernel] = {
                 96,
                 2,
                 2,
-                "three warpgroups: 128 x 128 -11 % full, -2 % causal at 4k",
+                "three warpgroups: 128 x 128 -11 % full, -2 % causal at 4k; two of v -1 %",
                 min_seqlen_q=2048,
                 whole=True,
+                v_stages=3,
             ),
             *_fwd_sm90(96, 128, 128, 2, 2, "less of a tile is idle: 192 x 96 -1 % full, -3 % causal at 1k"),
             *_fwd_sm90(
-                128, 192, 80, 2, 2, _THREE_WARPGROUPS, pass_early=2, min_seqlen_q=4096, only_causal=False, whole=True
+                128,
+                192,
+                80,
+                2,
+                2,
+                f"{_THREE_WARPGROUPS}; two of v -1 %",
+                pass_early=2,
+                min_seqlen_q=4096,
+                only_causal=False,
+                whole=True,
+                v_stages=3,
             ),
             *_fwd_sm90(
                 128,
@@ -292,8 +341,35 @@ KERNELS: dict[str, Kernel] = {
             *_fwd_sm90(
                 128, 192, 80, 2, 2, _THREE_WARPGROUPS, pass_early=2, min_seqlen_q=8192, only_causal=True, whole=True
             ),
-            *_fwd_sm90(128, 128, 128, 3, 1, _SHORT, pass_early=2, min_seqlen_q=512, only_causal=False),
-            *_fwd_sm90(128, 128, 128, 3, 1, f"{_SHORT}; handed out, at 128 +3 % full", pass_early=2, dynamic=True),
+            *_fwd_sm90(
+                128,
+                128,
+                128,
+                2,
+                2,
+                _SHORT,
+                pass_early=2,
+                min_seqlen_q=512,
+                only_causal=False,
+                whole=True,
+                v_stages=3,
+                store_tma=True,
+            ),
+            *_fwd_sm90(
+                128,
+                128,
+                128,
+                2,
+                2,
+                f"{_SHORT}; handed out, at 128 +3 % full",
+                pass_early=2,
+                dynamic=True,
+                whole=True,
+                v_stages=3,
+                store_tma=True,
+            ),
+            *_fwd_sm90(128, 128, 128, 3, 1, _LONG_PARTS, pass_early=2, min_seqlen_q=512, only_causal=False),
+            *_fwd_sm90(128, 128, 128, 3, 1, _LONG_PARTS, pass_early=2, dynamic=True),
             *_fwd_sm90(128, 128, 128, 2, 1, "what fits beside rows of a bias", pass_early=2),
             *_fwd_sm90(192, 128, 128, 2, 1, "head_dim_v up to 128; 112 or 96 keys -1 to -8 %"),
             *_fwd_sm90(192, 128, 96, 2, 1, "112 keys -3 % at 1k, equal from 4k on"),
@@ -308,6 +384,18 @@ KERNELS: dict[str, Kernel] = {
                 min_seqlen_q=4096,
                 only_causal=False,
                 whole=True,
+            ),
+            *_fwd_sm90(
+                256,
+                128,
+                64,
+                2,
+                1,
+                "two of v: at 512 -3 %; 80 keys -3 to -5 %",
+                early=False,
+                only_causal=False,
+                whole=True,
+                v_stages=3,
             ),
             *_fwd_sm90(
                 256,

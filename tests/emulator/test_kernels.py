@@ -36,6 +36,7 @@ LONG_CASES = {
     "many tiles, alibi on both sides": Case(
         1, 210, 700, 4, 2, options=(("alibi_slopes", "of heads"),), values="rising"
     ),
+    "many tiles of one key tile": Case(4, 128, 100, 2, 2, 64, 64, values="rising"),
     "many tiles, wide heads": Case(1, 130, 390, 1, 1, 192, 256, values="row offsets"),
 }
 EVERY_CASE = CASES | LONG_CASES

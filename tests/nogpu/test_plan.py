@@ -461,3 +461,10 @@ def test_tiles_of_heads_are_in_one_order_where_walks_differ_in_length():
     for on, together in (({}, False), ({"causal": True}, True), (options, True)):
         values = dict(plan(example(**sizes, **on), KNOWN["H200"]).launches[0].values)
         assert (values["packs_per_section"] > 1) == together
+
+
+def test_ctas_that_share_a_multiprocessor():
+    made = plan(example(batch=256, seqlen_q=128, seqlen_k=128, heads=16, head_dim=64), KNOWN["H200"])
+    main = made.launches[0]
+    assert constants(main)["MIN_CTAS"] == 2 and main.grid == 2 * KNOWN["H200"].sm_count
+    assert 2 * (main.smem_bytes + 1024) <= KNOWN["H200"].smem_bytes + 1024
