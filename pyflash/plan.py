@@ -304,8 +304,8 @@ def _section_bytes(group_bytes: int) -> int:
 
 
 def _heads_per_section(problem: Problem) -> int:
-    """How many heads of q have their tiles ordered together, longest first: those whose k and v share L2. Long walks of a
-    block mask may lie anywhere: so they are not the last ones of the last head."""
+    """How many heads of q have their tiles ordered together, longest first: those whose k and v share L2. A block mask
+    may have its longest walks anywhere: of heads in one order they are not the last ones."""
     if not problem.banded and "block_mask" not in problem.on:
         return 1  # all tiles are equally long: those of one head follow each other
     groups = problem.batch * problem.num_heads_kv

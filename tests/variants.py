@@ -42,6 +42,7 @@ OPTIONS = (
     {"softcap": 30.0},
     {"alibi_slopes": (4,)},
     {"bias": (BATCH, 1, 1, "k")},
+    {"causal": True, "bias": (BATCH, 1, 1, "k")},
     {"mask": (1, 1, 1, "k")},
     {"sinks": (4,)},
     {"dropout_p": 0.2},
