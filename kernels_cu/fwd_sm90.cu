@@ -1,8 +1,8 @@
 // Forward attention on Hopper with wgmma, TMA and warp specialisation:  o = softmax(q kT) v,  lse = log(sum(exp(s))).
 //
 // A CTA stays on its multiprocessor and takes output tiles of TILE_M query rows in turn. One thread of warpgroup 0, or
-// of a single warp behind the others, loads; each other warpgroup computes 64 rows of the tile, walking the visible keys in tiles of TILE_N.
-// Scores and output are accumulators in registers; the probabilities stay in registers too, as operand a of the second
+// of a single warp behind the others, loads; each other warpgroup computes 64 rows of the tile, walking the visible keys
+// in tiles of TILE_N. Scores and output are accumulators in registers; the probabilities stay in registers too, as operand a of the second
 // product. So nothing that is computed passes through shared memory, nor between warps.
 //
 //   warp roles                                                               keys ->   tile    tile    tile
@@ -17,9 +17,11 @@
 //     warpgroup 1      its turn       | pass the turn      | p[i] = 2^(s[i] * scale - reference), round | its turn
 //     warpgroup 2      p, round                            | its turn       | pass it      | p, round
 //   The turns ("ping-pong") keep one warpgroup's exponentials under the other's products. A warpgroup's own second
-//   product lies beside its own exponentials too: it is one tile behind.
+//   product lies beside its own exponentials too: it is one tile behind. Where walks are short or tiles take differently
+//   long, as of windows and block masks, there are no turns.
 //   SCORE_EARLY: the first scores of the next output tile are started beside the last product of this one, and o is
-//   stored under them, where it can by TMA from the place of its q (STORES_TMA). PASS_EARLY: the turn is passed before the last few wgmma of a step are issued.
+//   stored under them, where it can by TMA from the place of its q (STORES_TMA). PASS_EARLY: the turn is passed before
+//   the last few wgmma of a step are issued.
 //
 // The reference is a stale maximum (softmax.cuh): no maximum is looked for, and o is not rescaled. The sum of the new
 // probabilities tells if a score was too large for that; then, rarely, the warp alone computes its scores anew
@@ -37,9 +39,10 @@
 //     keys of a query tile  | split 0                    | split 1                  | ...   (equally many key tiles)
 //
 // Shared memory (struct Smem): rings of Q_STAGES tiles of q, STAGES of k and V_STAGES of v, each buffer with a "full"
-// mbarrier (bytes landed) and an "empty" one (an arrival from every warp that has read it).
+// mbarrier (bytes landed) and an "empty" one (an arrival from every warp that has read it). Each warp brings its own rows
+// of a bias (ADDENDS_AHEAD), those of the next key tile as soon as it has read the last.
 //
-//   q [Q_STAGES][64 rows each] | k [STAGES] | v [V_STAGES] | which output tile is next (travels with q) | mbarriers
+//   bias [warps][16 rows] | q [Q_STAGES][64 rows each] | k [STAGES] | v [V_STAGES] | which output tile is next | mbarriers
 #include "fwd_sm90_load.cuh"
 #include "fwd_sm90_exact.cuh"
 #include "softmax.cuh"
