@@ -2,8 +2,9 @@
 //
 // A CTA stays on its multiprocessor and takes output tiles of TILE_M query rows in turn. One thread of warpgroup 0, or
 // of a single warp behind the others, loads; each other warpgroup computes 64 rows of the tile, walking the visible keys
-// in tiles of TILE_N. Scores and output are accumulators in registers; the probabilities stay in registers too, as operand a of the second
-// product. So nothing that is computed passes through shared memory, nor between warps.
+// in tiles of TILE_N. Scores and output are accumulators in registers; the probabilities stay in registers too, as
+// operand a of the second product. So nothing that is computed passes through shared memory, nor between warps, but o
+// where it leaves by TMA.
 //
 //   warp roles                                                               keys ->   tile    tile    tile
 //     warpgroup 0, thread 0    load     q, k, v by TMA, as far ahead                 +-------+-------+-------+
@@ -43,8 +44,8 @@
 // of a bias (ADDENDS_AHEAD), those of the next key tile as soon as it has read the last.
 //
 //   bias [warps][16 rows] | q [Q_STAGES][64 rows each] | k [STAGES] | v [V_STAGES] | which output tile is next | mbarriers
-#include "fwd_sm90_load.cuh"
 #include "fwd_sm90_exact.cuh"
+#include "fwd_sm90_load.cuh"
 #include "softmax.cuh"
 
 extern "C" __global__ void __launch_bounds__(cfg::NUM_THREADS, cfg::MIN_CTAS)
@@ -54,20 +55,7 @@ fwd_sm90(const __grid_constant__ Params params) {
   const int warpgroup = uniform(threadIdx.x / WARPGROUP);
 
   if (threadIdx.x == 0) {
-    for (int i = 0; i < Q_STAGES; i++) {
-      for (int w = 0; w < CONSUMERS; w++) {
-        mbarrier_init(&smem.q_full[i][w], 1);
-        mbarrier_init(&smem.q_empty[i][w], WARPGROUP / WARP);
-      }
-    }
-    for (int i = 0; i < STAGES; i++) {
-      mbarrier_init(&smem.k_full[i], 1);
-      mbarrier_init(&smem.k_empty[i], CONSUMER_WARPS);
-    }
-    for (int i = 0; i < V_STAGES; i++) {
-      mbarrier_init(&smem.v_full[i], 1);
-      mbarrier_init(&smem.v_empty[i], CONSUMER_WARPS);
-    }
+    smem.init();
     mbarrier_init_fence();
   }
   if (WG_USED_ROWS < WG_ROWS) {
@@ -83,7 +71,8 @@ fwd_sm90(const __grid_constant__ Params params) {
     return;
   }
   if constexpr (SHARES_REGISTERS) setmaxnreg_inc<cfg::CONSUMER_REGS>();
-  const int wg = SHARES_REGISTERS ? warpgroup - 1 : warpgroup, lane = threadIdx.x % WARP, warp_row = threadIdx.x % WARPGROUP / WARP * 16;
+  const int wg = SHARES_REGISTERS ? warpgroup - 1 : warpgroup;
+  const int lane = threadIdx.x % WARP, warp_row = threadIdx.x % WARPGROUP / WARP * 16;
   const int warp = (wg * WARPGROUP + threadIdx.x % WARPGROUP) / WARP;
   Own<VARLEN> own(params);
   const Params& p = own.p;
@@ -522,21 +511,9 @@ fwd_sm90(const __grid_constant__ Params params) {
     };
     store_rows<TILE_DV, cfg::Output>(o_row, p.head_dim_v, o_rmem, inverse, lane);
   };
-  // STORES_TMA: o takes the place of its q, which is free again when that has been read.
-  auto start_store = [&](const Work& work, int stage, const float (&inverse)[2]) {
-    auto& o_smem = smem.q[stage][wg];
-    accumulator_to_smem<TILE_DV, Element>(o_smem, warp_row, o_rmem, inverse, lane);
-    fence_proxy_async_shared();
-    __syncwarp();
-    if (lane > 0) return;
-    for (int c = 0; c < DV_CHUNKS; c++) {
-      tma_store_4d(&params.tma_o, o_smem[c][warp_row], c * CHUNK, work.m0 + wg * WG_ROWS + warp_row, work.head,
-                   work.batch);
-    }
-    bulk_commit();
-  };
   auto store = [&](const Work& work, int stage, const float (&inverse)[2]) {
-    if constexpr (STORES_TMA) start_store(work, stage, inverse); else store_directly(work, inverse);
+    if constexpr (STORES_TMA) store_by_tma(params, smem.q[stage][wg], o_rmem, inverse, work, wg * WG_ROWS, warp_row, lane);
+    else store_directly(work, inverse);
   };
   auto finish_store = [&](int stage) {
     if (!STORES_TMA || lane > 0) return;

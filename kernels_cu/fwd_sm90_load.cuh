@@ -1,5 +1,5 @@
 // What fwd_sm90 computes from: the order of output tiles, the key tiles of a walk, the buffers in shared memory and how
-// they are handed over, and the thread that fills them.
+// they are handed over, the thread that fills them, and the way of o from there.
 #pragma once
 #include "quads.cuh"
 #include "score.cuh"
@@ -63,6 +63,23 @@ struct Smem : Addends<ADDENDS_AHEAD> {
   Work work[Q_STAGES][CONSUMERS];  // travels with q
   u64 q_full[Q_STAGES][CONSUMERS], q_empty[Q_STAGES][CONSUMERS];
   u64 k_full[STAGES], k_empty[STAGES], v_full[V_STAGES], v_empty[V_STAGES];
+
+  __device__ __forceinline__ void init() {
+    for (int i = 0; i < Q_STAGES; i++) {
+      for (int w = 0; w < CONSUMERS; w++) {
+        mbarrier_init(&q_full[i][w], 1);
+        mbarrier_init(&q_empty[i][w], WARPGROUP / WARP);
+      }
+    }
+    for (int i = 0; i < STAGES; i++) {
+      mbarrier_init(&k_full[i], 1);
+      mbarrier_init(&k_empty[i], CONSUMER_WARPS);
+    }
+    for (int i = 0; i < V_STAGES; i++) {
+      mbarrier_init(&v_full[i], 1);
+      mbarrier_init(&v_empty[i], CONSUMER_WARPS);
+    }
+  }
 };
 static_assert(sizeof(Smem) == cfg::SMEM_BYTES, "tiles.py and Smem disagree");
 
@@ -220,4 +237,19 @@ __device__ __forceinline__ void note_hidden(const Params& p, u32 (&hidden)[2], c
       note(i, HIDDEN_AHEAD ? keys[r].by_position(offset) : keys[r].has(offset));
     }
   }
+}
+
+// STORES_TMA: queues the copy of a warp's 16 rows of o, from `warp_row` on of a warpgroup's, through the place of their q,
+// which is free again when that has been read (bulk_wait_read).
+__device__ __forceinline__ void store_by_tma(const Params& params, Element (&o_smem)[D_CHUNKS][WG_ROWS][CHUNK],
+                                             const float (&o_rmem)[TILE_DV / 2], const float (&factor)[2],
+                                             const Work& work, int wg_row, int warp_row, int lane) {
+  accumulator_to_smem<TILE_DV, Element>(o_smem, warp_row, o_rmem, factor, lane);
+  fence_proxy_async_shared();
+  __syncwarp();
+  if (lane > 0) return;
+  for (int c = 0; c < DV_CHUNKS; c++) {
+    tma_store_4d(&params.tma_o, o_smem[c][warp_row], c * CHUNK, work.m0 + wg_row + warp_row, work.head, work.batch);
+  }
+  bulk_commit();
 }
