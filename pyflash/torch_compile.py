@@ -16,6 +16,8 @@ from . import captured, graphs, trace
 from .features import BLOCK_LISTS, BY_NAME, CAPTURED, check_alone
 
 _CONSTANTS = (bool, int, float, str, type(None))
+# Where it goes on without a graph, torch.compile is not to follow how ours traces.
+trace.found = torch.compiler.disable(trace.found)
 
 
 def flat(options: dict[str, object]) -> tuple[dict[str, object], tuple[str, ...]]:
@@ -38,9 +40,13 @@ def flat(options: dict[str, object]) -> tuple[dict[str, object], tuple[str, ...]
             if isinstance(function, types.FunctionType) and not hasattr(function, "__call__"):  # noqa: B004
                 got = "a function that torch.compile sees made, and that captures tensors"
                 raise TypeError(f"{name}: got {got}, takes one that is made before, as in __init__")
-            options[name], ways, more, constants, others = _read(name, function, len(arrays))
+            found, inside = _read(name, function, len(arrays)), _is_made_inside(name, function)
+            for wrong in (found, inside):
+                if isinstance(wrong, str):  # raised here, and not there, torch.compile can go on without a graph
+                    raise TypeError(wrong)
+            options[name], ways, more, constants, others = found
             learned += more
-            if not _is_made_inside(name, function):
+            if not inside:
                 if any([captured.reached(function, steps) != value for steps, value in constants]):
                     raise AssertionError
                 if any([captured.reached(function, steps) is None for steps in others]):
@@ -53,9 +59,30 @@ _last: list[types.FunctionType | None] = [None]  # that was read
 
 
 @torch.compiler.assume_constant_result
-def _read(name: str, function, first: int) -> tuple:
+def _read(name: str, function, first: int) -> tuple | str:
     """The text of a function, the ways to the arrays that it reads, which have places from `first` on, and those of
-    them that have gradients; the constants, each with the way to it, and the ways to what else it was made of."""
+    them that have gradients; the constants, each with the way to it, and the ways to what else it was made of. Or what
+    is wrong with it."""
+    try:
+        return _traced(name, function, first)
+    except Exception as error:  # whatever the function raises, too
+        return str(error) or repr(error)
+
+
+@torch.compiler.assume_constant_result
+def _is_made_inside(name: str, function) -> bool | str:
+    """Whether what is compiled makes the function. torch.compile hands over another one each time then, and knows when
+    what that is made of changes, but for globals: what is wrong is said if there are some."""
+    if function is _last[0]:
+        return False
+    for path, steps, value in captured.everything(function):
+        if steps[-1][0] == "__globals__" and (captured.is_array(value) or isinstance(value, _CONSTANTS)):
+            takes = "one that torch.compile does not see made, as in __init__"
+            return f"{name}: got a function that captures the global {path}, takes {takes}"
+    return True
+
+
+def _traced(name: str, function, first: int) -> tuple:
     _last[0] = function
     mod, ways = trace.found(name, function)
     everything = captured.everything(function)
@@ -81,16 +108,3 @@ def _read(name: str, function, first: int) -> tuple:
     looked_into = (*_CONSTANTS, tuple)
     others = tuple(s for _, s, x in everything if not isinstance(x, looked_into) and not captured.is_array(x))
     return mod.text, ways, learned, constants, others
-
-
-@torch.compiler.assume_constant_result
-def _is_made_inside(name: str, function) -> bool:
-    """Whether what is compiled makes the function. torch.compile hands over another one each time then, and knows when
-    what that is made of changes, but for globals."""
-    if function is _last[0]:
-        return False
-    for path, steps, value in captured.everything(function):
-        if steps[-1][0] == "__globals__" and (captured.is_array(value) or isinstance(value, _CONSTANTS)):
-            takes = "one that torch.compile does not see made, as in __init__"
-            raise TypeError(f"{name}: got a function that captures the global {path}, takes {takes}")
-    return True

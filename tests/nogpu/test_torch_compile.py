@@ -158,6 +158,7 @@ def test_the_backward_itself_can_be_compiled():
 
 def test_a_second_derivative_is_refused():
     q, k, v = inputs()
+    model(q, k, v)  # defines the operators
     out, _ = torch.ops.pyflash.attention(q, k, v, [], [], "{}", False)
     (dq,) = torch.autograd.grad((out**2).sum(), q, create_graph=True)
     with pytest.raises(pyflash.Unsupported, match="differentiated again"):
@@ -307,6 +308,28 @@ def test_functions_that_are_refused():
         torch._dynamo.reset()
         with pytest.raises(Exception, match=message):
             torch.compile(lambda o=options: pyflash.flash_attention(q, k, v, **o), fullgraph=True, backend="eager")()
+
+
+def test_a_graph_breaks_where_a_function_does_not_fit_into_it():
+    """If it may: the result is that without torch.compile, or its error."""
+    q, k, v = inputs()
+    scales = [2.0]
+
+    def with_tensor(q, k, v):
+        twice = q[0, :, 0, 0] * 2
+        return pyflash.flash_attention(q.sin(), k, v, score_mod=lambda s, b, h, i, j: s + twice[i])
+
+    def with_list(q, k, v):
+        return pyflash.flash_attention(q.sin(), k, v, score_mod=lambda s, b, h, i, j: s * scales[0])
+
+    out = torch.compile(with_tensor, backend="aot_eager")(q, k, v)
+    torch.testing.assert_close(out, with_tensor(q, k, v))
+    compiled = torch.compile(with_list, backend="aot_eager")
+    q, k, v = inputs(requires_grad=False)
+    for scales[0] in (2.0, 3.0) if torch.__version__ >= "2.12" else ():  # 2.11 fails on its own behind a graph break
+        torch.testing.assert_close(compiled(q, k, v), with_list(q, k, v))
+    with pytest.raises(TypeError, match="^mask_mod: got bool.. of a traced value"):
+        torch.compile(lambda: pyflash.flash_attention(q, k, v, mask_mod=lambda b, h, i, j: i or j), backend="eager")()
 
 
 def test_the_backward_of_functions_itself_can_be_compiled():
