@@ -238,7 +238,10 @@ def test_lists_are_taken():
         np.testing.assert_array_equal(got, right)
 
 
-@pytest.mark.parametrize("bad", [None, "text", [[1.0], [2.0, 3.0]], np.zeros((1, 3, 2, 4), complex), object()], ids=str)
+BAD = [None, "text", [[1.0], [2.0, 3.0]], np.zeros((1, 3, 2, 4), complex), object()]
+
+
+@pytest.mark.parametrize("bad", BAD, ids=lambda x: type(x).__name__)
 def test_what_is_no_array_of_real_numbers_is_refused(bad):
     q = np.zeros((1, 3, 2, 4))
     packed = q[0]

@@ -224,6 +224,18 @@ def test_functions_of_scores_and_masks(mask):
         agree_by_parameters(compiled, layer, inputs(), **options)
 
 
+def test_other_block_masks_are_seen():
+    q, k, v = inputs(requires_grad=False)
+    masks = [
+        pyflash.block_mask(mask, 1, 1, 5, 7, block_q=16, block_k=16, like=q)
+        for mask in (lambda b, h, i, j: j <= i, lambda b, h, i, j: j <= i + 1, lambda b, h, i, j: j >= i)
+    ]
+    compiled, graphs = graphs_of(lambda mask: pyflash.flash_attention(q, k, v, block_mask=mask))
+    for mask in (*masks, *masks):
+        torch.testing.assert_close(compiled(mask), pyflash.flash_attention(q, k, v, block_mask=mask))
+    assert len(graphs) == len(masks)
+
+
 def graphs_of(function):
     """It compiled, and the list of the graphs that it is compiled to."""
     graphs = []
