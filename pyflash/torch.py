@@ -187,7 +187,7 @@ class _RecordedBackward(torch.autograd.Function):
 
 def _flattened(options: dict[str, object]) -> tuple[list[torch.Tensor], list[int | float], str]:
     arrays: list[torch.Tensor] = []
-    numbers: list[int | float] = []
+    numbers: list[int | float] = [0]  # torch.export.save takes no empty list of numbers
 
     def form(value) -> str:
         if value is None or isinstance(value, bool):
