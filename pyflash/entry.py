@@ -1,3 +1,3 @@
-"""The functions of `api`, `packed` and `dispatch`, which put them here for the glue that stands below them."""
+"""The functions of `api` and `dispatch`, which put them here for the glue that stands below them."""
 
-forward = backward = read = run = varlen_forward = varlen_backward = None
+forward = backward = read = run = None

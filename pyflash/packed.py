@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import entry, sequences
+from . import sequences
 from .api import attend, differentiate
 
 
@@ -185,6 +185,3 @@ def _lengths(cu_seqlens_q, *more) -> dict[str, object]:
     if cu_seqlens_q is None:
         raise TypeError(f"cu_seqlens_q: got None, takes {sequences.TAKES['cu_seqlens_q']}")
     return sequences.named(cu_seqlens_q, *more)
-
-
-entry.varlen_forward, entry.varlen_backward = flash_attention_varlen, flash_attention_varlen_backward

@@ -99,7 +99,7 @@ def traced_backward(dout, q, k, v, out, lse, dlse, options: dict[str, object], d
 
 def _without_functions(options: dict[str, object]) -> tuple[dict[str, object], Sequence[str]]:
     """With text in their place, and the tensors that they capture beside it; and which of these have gradients."""
-    if all(options[name] is None for name in (*FUNCTIONS, "block_mask")):
+    if all(options.get(name) is None for name in (*FUNCTIONS, "block_mask")):
         return options, ()
     from . import torch_compile
 
