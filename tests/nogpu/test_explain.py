@@ -140,6 +140,8 @@ def test_the_expected_time_is_one_that_was_measured():
         x = explain(example(backward=backward, batch=1, seqlen_q=16384, heads=16), KNOWN["H200"])
         assert x.expected_seconds == pytest.approx(x.flops / flops, rel=0.1)
         assert x.expected_is_measured and "by what was measured on such a GPU: products at" in str(x)
+        present = dataclasses.replace(KNOWN["H200"], name="NVIDIA H200", memory_bytes=150_000_000_000)
+        assert explain(x.problem, present).expected_is_measured
 
 
 # TFLOP/s on an H200 by head_dim, causal, backward: 16384 tokens in sequences of 1024 and 8192, 2048 columns.
