@@ -70,13 +70,14 @@ template <int COUNT> inline void wgmma_hold(float (&)[COUNT]) {}
 template <int COUNT> inline void wgmma_hold(u32 (&)[COUNT]) {}
 template <int STEPS, int COUNT> inline void wgmma_hold(u32 (&)[STEPS][COUNT]) {}
 
-constexpr u64 DESCRIPTOR_SWIZZLE_128B = u64(1) << 62;
-constexpr u64 DESCRIPTOR_EIGHT_ROWS = u64(1024 >> 4) << 32;
-inline u64 descriptor_k_major(u32 address, u32 = 0) {
-  return u64((address & 0x3ffff) >> 4) | u64(1) << 16 | DESCRIPTOR_EIGHT_ROWS | DESCRIPTOR_SWIZZLE_128B;
+constexpr u32 DESCRIPTOR_SWIZZLE_128B = u32(1) << 30, DESCRIPTOR_EIGHT_ROWS = 1024 >> 4;
+inline u64 descriptor(u32 address, u32 chunk_units, u32 zero) {
+  const u32 high = DESCRIPTOR_SWIZZLE_128B | DESCRIPTOR_EIGHT_ROWS | zero;
+  return u64(high) << 32 | ((address & 0x3ffff) >> 4) | chunk_units << 16;
 }
-inline u64 descriptor_mn_major(u32 address, u32 chunk_bytes, u32 = 0) {
-  return u64((address & 0x3ffff) >> 4) | u64(chunk_bytes >> 4) << 16 | DESCRIPTOR_EIGHT_ROWS | DESCRIPTOR_SWIZZLE_128B;
+inline u64 descriptor_k_major(u32 address, u32 zero = 0) { return descriptor(address, 1, zero); }
+inline u64 descriptor_mn_major(u32 address, u32 chunk_bytes, u32 zero = 0) {
+  return descriptor(address, chunk_bytes >> 4, zero);
 }
 inline u64 descriptor_at(u64 descriptor, u32 bytes) {
   return (descriptor >> 32) << 32 | u32(u32(descriptor) + (bytes >> 4));
