@@ -225,7 +225,7 @@ def host_seconds(call) -> float:
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_host_time_of_a_call(grad):
-    """In proportion to torch's own attention, since hosts differ, in that proportion too: 1.2 to 2.0 without gradients."""
+    """In proportion to torch's own attention, since hosts differ: without gradients 1.2 to 2.0 of it."""
     q, k, v = tensors(torch.bfloat16, 64, 64, heads_kv=4, grad=grad)
     ours = host_seconds(lambda: pyflash.flash_attention(q, k, v))
     transposed = [t.transpose(1, 2) for t in (q, k, v)]
