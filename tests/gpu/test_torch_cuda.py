@@ -225,12 +225,12 @@ def host_seconds(call) -> float:
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_host_time_of_a_call(grad):
-    """In proportion to torch's own attention, since hosts differ: without gradients 1.2 to 2.0 of it."""
+    """In proportion to torch's own attention, since hosts differ: without gradients it is about the same."""
     q, k, v = tensors(torch.bfloat16, 64, 64, heads_kv=4, grad=grad)
     ours = host_seconds(lambda: pyflash.flash_attention(q, k, v))
     transposed = [t.transpose(1, 2) for t in (q, k, v)]
     theirs = host_seconds(lambda: torch.nn.functional.scaled_dot_product_attention(*transposed))
-    assert ours < 2.5 * theirs
+    assert ours < (2.5 if grad else 1.5) * theirs
 
 
 def test_devices_are_not_mixed():
