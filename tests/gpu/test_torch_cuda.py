@@ -14,6 +14,7 @@ import pytest
 import pyflash
 from pyflash import reference
 
+cupy = pytest.importorskip("cupy")
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="this torch has no CUDA")
 
@@ -223,14 +224,13 @@ def host_seconds(call) -> float:
     return min(times)
 
 
-@pytest.mark.parametrize("grad", [False, True])
-def test_host_time_of_a_call(grad):
-    """In proportion to torch's own attention, since hosts differ: without gradients it is about the same."""
+@pytest.mark.parametrize(("grad", "additions"), [(False, 4), (True, 8)])
+def test_host_time_of_a_call(grad, additions):
+    """In proportion to an addition of CuPy, as hosts differ: mostly 2.8 times it, with gradients 5."""
     q, k, v = tensors(torch.bfloat16, 64, 64, heads_kv=4, grad=grad)
     ours = host_seconds(lambda: pyflash.flash_attention(q, k, v))
-    transposed = [t.transpose(1, 2) for t in (q, k, v)]
-    theirs = host_seconds(lambda: torch.nn.functional.scaled_dot_product_attention(*transposed))
-    assert ours < (2.5 if grad else 1.5) * theirs
+    x = cupy.ones(64)
+    assert ours < additions * host_seconds(lambda: x + x)
 
 
 def test_devices_are_not_mixed():
