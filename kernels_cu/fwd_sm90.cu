@@ -40,10 +40,10 @@
 //     keys of a query tile  | split 0                    | split 1                  | ...   (equally many key tiles)
 //
 // Shared memory (struct Smem): rings of Q_STAGES tiles of q, STAGES of k and V_STAGES of v, each buffer with a "full"
-// mbarrier (bytes landed) and an "empty" one (an arrival from every warp that has read it). Each warp brings its own rows
-// of a bias (ADDENDS_AHEAD), those of the next key tile as soon as it has read the last.
+// mbarrier (bytes landed) and an "empty" one (an arrival from every warp that has read it). Rows of a bias that TMA can
+// bring (ADDENDS_AHEAD) share the stages of k.
 //
-//   bias [warps][16 rows] | q [Q_STAGES][64 rows each] | k [STAGES] | v [V_STAGES] | which output tile is next | mbarriers
+//   bias [STAGES][64 rows each] | q [Q_STAGES][64 rows each] | k [STAGES] | v [V_STAGES] | which output tile is next | mbarriers
 #include "fwd_sm90_exact.cuh"
 #include "fwd_sm90_load.cuh"
 #include "softmax.cuh"
@@ -73,7 +73,6 @@ fwd_sm90(const __grid_constant__ Params params) {
   if constexpr (SHARES_REGISTERS) setmaxnreg_inc<cfg::CONSUMER_REGS>();
   const int wg = SHARES_REGISTERS ? warpgroup - 1 : warpgroup;
   const int lane = threadIdx.x % WARP, warp_row = threadIdx.x % WARPGROUP / WARP * 16;
-  const int warp = (wg * WARPGROUP + threadIdx.x % WARPGROUP) / WARP;
   Own<VARLEN> own(params);
   const Params& p = own.p;
   const float scale = exponent_scale(p);
@@ -123,24 +122,12 @@ fwd_sm90(const __grid_constant__ Params params) {
   };
 
   // ---- What lies in memory for each element, and is added to its score
-  u32 addends[4], addends_at = 0;
-  if constexpr (ADDENDS_AHEAD) addends_at = smem.addends[warp].place(lane);
-  auto load_addends = [&](int n) {  // of a key tile to shared memory, once those before have been read
-    if constexpr (ADDENDS_AHEAD) {
-      const int kv0 = range.tile(n) * TILE_N;
-      __syncwarp();
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
-        const int q_idx = query(work, r), keys = q_idx < p.seqlen_q ? p.seqlen_k - kv0 : 0;
-        smem.addends[warp].load(r, addend_row(p, {work.batch, head(work, r)}, q_idx) + kv0, keys, lane);
-      }
-      cp_async_commit();
-    }
-  };
+  u32 addends[4], addends_place = 0, addends_at = 0;
+  if constexpr (ADDENDS_AHEAD) addends_place = AddendTile::place(row_of_addends(p, warp_row + lane % 16), lane);
   auto addend = [&](int i) {  // of element i of the lane's, in rising order
     if constexpr (!ADDENDS_AHEAD) return 0.f;
     if constexpr (ADDENDS_AHEAD) {
-      if (i % 8 == 0) smem.addends[warp].read(addends, addends_at, i / 8);
+      if (i % 8 == 0) AddendTile::read(addends, addends_at, i / 8);
     }
     const u32 pair = addends[i % 8 / 2];
     return to_real(Element{(unsigned short)(i % 2 ? pair >> 16 : pair)});
@@ -165,13 +152,13 @@ fwd_sm90(const __grid_constant__ Params params) {
     behind = range.begin - all.begin;
     if (range.begin < range.end) {
       next_entry = range.list.entry(range.end - 1);
-      load_addends(range.end - 1);
     }
   };
   auto release = [&](u64* empty) {
     if (lane == 0) mbarrier_arrive(empty);
   };
   auto release_k = [&](int n) {  // and q after the last, unless o is to have its place
+    if (ADDENDS_AHEAD) __syncwarp();  // all lanes have read them
     release(&smem.k_empty[k.index]);
     if (!STORES_TMA && n == range.begin) release(&smem.q_empty[q.index][wg]);
   };
@@ -234,10 +221,7 @@ fwd_sm90(const __grid_constant__ Params params) {
   };
   // While products are on their way.
   auto prepare = [&](int n) {
-    if constexpr (ADDENDS_AHEAD) {
-      cp_async_wait<0>();
-      __syncwarp();
-    }
+    if constexpr (ADDENDS_AHEAD) addends_at = smem_u32(&smem.addends[k.index][wg]) + addends_place;
     if constexpr (HIDES_ANYWHERE) {
       if (hides(n)) look(n);
     }
@@ -415,14 +399,13 @@ fwd_sm90(const __grid_constant__ Params params) {
   auto first_step = [&](int n) {  // there is no tile before
     float factor[2];
     look_up(n);
-    release_k(n);
-    k.advance();
+    if (!ADDENDS_AHEAD) release_k(n), k.advance();
     load_ahead(n);
     prepare(n);
     modify(n);
+    if (ADDENDS_AHEAD) release_k(n), k.advance();
     if (hides(n)) hide(n);
     softmax.take_raised<true>(s_rmem, scale, factor);
-    if (n > range.begin) load_addends(n - 1);
     round_p(n);
   };
   bool rising = false;  // ADAPTS: the warp's last step was outgrown
@@ -435,9 +418,9 @@ fwd_sm90(const __grid_constant__ Params params) {
   auto raising_step = [&](int n) {
     float factor[2];
     bool raised = true;
-    release_k(n);
-    k.advance();
+    if (!ADDENDS_AHEAD) release_k(n), k.advance();
     modify(n);
+    if (ADDENDS_AHEAD) release_k(n), k.advance();
     if (!(RAISES || ADAPTS || HIDES_ANYWHERE) || hides(n)) hide(n);
     if constexpr (BY_ELEMENT) {
       raised = rising = softmax.take_checked(s_rmem, scale, factor);
@@ -446,7 +429,6 @@ fwd_sm90(const __grid_constant__ Params params) {
     }
     finish_output();
     if (raised) rescale(factor);
-    if (n > range.begin) load_addends(n - 1);
     round_p(n);
   };
   auto full_step = [&](int n) {
@@ -464,7 +446,6 @@ fwd_sm90(const __grid_constant__ Params params) {
       release_k(n);
     }
     k.advance();
-    if (n > range.begin) load_addends(n - 1);
     round_p(n);
   };
   // ADAPTS: either of them, with one code for scores that are made into probabilities again and for those at first.
@@ -475,7 +456,6 @@ fwd_sm90(const __grid_constant__ Params params) {
       finish_output();
       make_hidden_harmless(n + 1);
       k.advance();
-      if (n > range.begin) load_addends(n - 1);
       round_p(n);
     } else {
       if (again) compute_again();

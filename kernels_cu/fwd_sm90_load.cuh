@@ -52,9 +52,17 @@ __device__ __forceinline__ int rows_part(const Params& p, const Work& work) {
   return cfg::SPLIT ? work.split / p.num_splits : work.split;
 }
 
-// What is added to the scores of a key tile: each warp's rows.
-template <bool> struct Addends { StagedPairs<Element, TILE_N> addends[CONSUMER_WARPS]; };
-template <> struct Addends<false> { static constexpr StagedPairs<Element, TILE_N>* addends = nullptr; };
+// ADDENDS_AHEAD: what is added to the scores of a key tile travels with its k.
+using AddendTile = PairTile<Element, WG_ROWS, TILE_N>;
+template <bool> struct Addends { AddendTile addends[STAGES][CONSUMERS]; };
+template <> struct Addends<false> { static constexpr AddendTile (*addends)[CONSUMERS] = nullptr; };
+// How many queries and heads of a warpgroup's have rows of their own, and which row is that of its `row`.
+__device__ __forceinline__ int addend_queries(const Params& p) { return addend_place(p, {}, WG_QUERIES - 1).query + 1; }
+__device__ __forceinline__ int addend_heads(const Params& p) { return addend_place(p, {0, cfg::PACK - 1}, 0).head + 1; }
+__device__ __forceinline__ int row_of_addends(const Params& p, int row) {
+  const auto at = addend_place(p, {0, min(row / WG_QUERIES, cfg::PACK - 1)}, row % WG_QUERIES);
+  return at.head * addend_queries(p) + at.query;
+}
 
 struct Smem : Addends<ADDENDS_AHEAD> {
   alignas(1024) Element q[Q_STAGES][CONSUMERS][D_CHUNKS][WG_ROWS][CHUNK];
@@ -153,6 +161,20 @@ __device__ __forceinline__ int q_row(const Params& p, const Work& work, int wg) 
 __device__ __forceinline__ int k_row(const Params& p, int n) { return (VARLEN ? p.first_k : 0) + n * TILE_N; }
 __device__ __forceinline__ int map_batch(const Work& work) { return cfg::PACKED ? 0 : work.batch; }
 
+// ADDENDS_AHEAD: has TMA load those of key tile `n` of an output tile to a stage. `full` awaits addend_bytes of them.
+__device__ __forceinline__ int addend_bytes(const Params& p) {
+  return ADDENDS_AHEAD ? CONSUMERS * addend_heads(p) * addend_queries(p) * TILE_N * (int)sizeof(Element) : 0;
+}
+__device__ __forceinline__ void load_addends(const Params& params, Smem& smem, int stage, u64* full, const Work& work, int n) {
+  for (int w = 0; w < CONSUMERS; w++) {
+    const auto at = addend_place(params, {work.batch, work.head}, work.m0 + w * WG_QUERIES);
+    for (int c = 0; c < AddendTile::BOXES; c++) {
+      tma_load_4d(smem.addends[stage][w].boxes[c], addend_map(params), full, n * TILE_N + c * AddendTile::BOX_COLUMNS,
+                  at.query, at.head, at.batch);
+    }
+  }
+}
+
 // One thread: loads everything, for one output tile after another.
 __device__ __forceinline__ void produce(const Params& params, Smem& smem) {
   Own<VARLEN> own(params);
@@ -160,6 +182,7 @@ __device__ __forceinline__ void produce(const Params& params, Smem& smem) {
   prefetch_tensor_map(&params.tma_q);
   prefetch_tensor_map(&params.tma_k);
   prefetch_tensor_map(&params.tma_v);
+  if (ADDENDS_AHEAD) prefetch_tensor_map(addend_map(params));
   Ring<Q_STAGES> q;
   Ring<STAGES> k;
   Ring<V_STAGES> v;
@@ -171,11 +194,12 @@ __device__ __forceinline__ void produce(const Params& params, Smem& smem) {
 
     auto load_k = [&](int n) {
       mbarrier_wait(&smem.k_empty[k.index], k.parity ^ 1);
-      mbarrier_arrive_expect_tx(&smem.k_full[k.index], sizeof(smem.k[0]));
+      mbarrier_arrive_expect_tx(&smem.k_full[k.index], sizeof(smem.k[0]) + addend_bytes(params));
       for (int c = 0; c < D_CHUNKS; c++) {
         tma_load_4d(smem.k[k.index][c], &params.tma_k, &smem.k_full[k.index], c * CHUNK, k_row(p, range.tile(n)), head_kv,
                     map_batch(work));
       }
+      if constexpr (ADDENDS_AHEAD) load_addends(params, smem, k.index, &smem.k_full[k.index], work, range.tile(n));
       k.advance();
     };
     auto load_v = [&](int n) {

@@ -1,29 +1,23 @@
-// Rows of arrays in global memory as accumulators need them: a lane loads 16 bytes at a time, and afterwards lane t of a
+// Rows of arrays in global memory as accumulators need them: they are read 16 bytes at a time, and afterwards lane t of a
 // quad has columns 8 j + 2 t and the next of its quad's row. Loads are for the caller to start early.
 #pragma once
 #include "tile_sm90.cuh"
 
-// A warp's 16 rows of 16-bit elements on their way through shared memory, which takes no registers and gives lanes what
-// they need: rows that begin at a multiple of 16 bytes and have a multiple of 8 columns, of which COLUMNS. A unit of
-// padding puts the same columns of eight rows in different banks.
-template <class Element, int COLUMNS> struct StagedPairs {
-  static constexpr int UNIT_COLUMNS = 8, UNITS = COLUMNS / UNIT_COLUMNS;
-  Element rows[16][COLUMNS + UNIT_COLUMNS];
+// ROWS rows of COLUMNS 16-bit elements as TMA leaves them in shared memory: boxes as wide as a swizzle and the columns
+// allow, whose 16-byte units it permutes so that ldmatrix finds the same columns of eight rows in different banks.
+template <class Element, int ROWS, int COLUMNS> struct PairTile {
+  static constexpr int BOX_COLUMNS = COLUMNS % 64 == 0 ? 64 : COLUMNS % 32 == 0 ? 32 : 16, BOXES = COLUMNS / BOX_COLUMNS;
+  static constexpr int ROW_BYTES = BOX_COLUMNS * sizeof(Element), UNITS = ROW_BYTES / UNIT_BYTES;
+  alignas(1024) Element boxes[BOXES][ROWS][BOX_COLUMNS];
 
-  // The lane's share of its row lane / 4 + 8 * r, every fourth unit. Columns from `columns` on become zeros.
-  __device__ __forceinline__ void load(int r, const void* row, int columns, int lane) {
-#pragma unroll
-    for (int unit = lane % 4; unit < UNITS; unit += 4) {
-      const int column = unit * UNIT_COLUMNS;
-      cp_async<UNIT_BYTES>(smem_u32(&rows[lane / 4 + 8 * r][column]), static_cast<const Element*>(row) + column,
-                           column < columns);
-    }
+  // Whence a lane reads that gives ldmatrix `row`, bytes from the tile's first on.
+  static __device__ __forceinline__ u32 place(int row, int lane) {
+    return row * ROW_BYTES + (lane / 16 ^ row * ROW_BYTES / 128 % UNITS) * UNIT_BYTES;
   }
-  // Once they are there, for all lanes: from where a lane reads.
-  __device__ __forceinline__ u32 place(int lane) const { return smem_u32(&rows[lane % 16][lane / 16 * UNIT_COLUMNS]); }
-  // The lane's pairs of columns 16 i + 8 * (k / 2) on in pairs[k], of its row k % 2.
-  static __device__ __forceinline__ void read(u32 (&pairs)[4], u32 place, int i) {
-    ldmatrix_x4(pairs, place + i * 2 * UNIT_BYTES);
+  // Of 16 rows, the lane's pairs of columns 16 i + 8 * (k / 2) on in pairs[k], of its row k % 2.
+  static __device__ __forceinline__ void read(u32 (&pairs)[4], u32 address, int i) {
+    constexpr int READS = UNITS / 2;  // of a box
+    ldmatrix_x4(pairs, (address ^ i % READS * 2 * UNIT_BYTES) + i / READS * sizeof(boxes[0]));
   }
 };
 

@@ -71,7 +71,7 @@ class _Arguments:
         self.tensor_maps = []  # those whose address the driver must replace
         self.slots = list(slots)  # the words that are addresses: which, of what, and how many bytes into it
         for field, spec in launch.tensor_maps:
-            tensor, place = tensors[spec.array], self.start + offsets[field]
+            tensor, place = spec.tensor or tensors[spec.array], self.start + offsets[field]
             tma.encode(tensor, spec.box, tma.ANY_ADDRESS, place)
             word = tma.address_word(tensor, spec.box)
             if word is None:

@@ -141,6 +141,7 @@ TABLES: dict[str, tuple[Field, ...]] = {
         Field("num_tiles", "i32", "int", "output tiles in all, of every split"),
         *features.FIELDS,
         *_SEQUENCES,
+        Field("tma_bias", "tensor_map", "TensorMap", "bias (seqlen_k, seqlen_q, head, batch); WIDE_BIAS"),
     ),
     "combine": (
         *_tensor("o", *_O, const=False),

@@ -26,6 +26,7 @@ class TensorMap:
 
     array: str
     box: tuple[int, ...]
+    tensor: Tensor | None = None  # the array, where its own dimensions are others
 
 
 @dataclass(frozen=True)
@@ -272,8 +273,8 @@ def _finish(
     )
     if family == "sm90":
         slow += tuple(
-            f"{name}: element-wise access, because its dtype is not q's, or its address, strides or seqlen_k are not "
-            "multiples of 16 bytes"
+            f"{name}: element-wise access, because its dtype is not q's, a stride is negative, or its address, strides "
+            "or seqlen_k are not multiples of 16 bytes"
             for name in scores.read_by_element(problem)
         )
     return Plan(problem, family, tuple(x for x in launches if x.grid), _workspace(workspace), notes + slow)
@@ -413,6 +414,7 @@ def _forward_sm90(problem: Problem, device: Device, notes: tuple[str, ...]) -> P
         pointers, values = tuple(_PARTIAL.items()), {"o_stride": (heads * seqlen * dim, dim, seqlen * dim, 1)}
     else:
         arrays["o"] = tensors["o"]
+    bias = {"tma_bias": TensorMap("bias", *scores.bias_box(problem, row, pack))} if scores.wide(problem, "bias") else {}
     main = _launch(
         problem,
         device,
@@ -433,6 +435,7 @@ def _forward_sm90(problem: Problem, device: Device, notes: tuple[str, ...]) -> P
             "tma_k": TensorMap("k", (64, row.tile_n)),
             "tma_v": TensorMap("v", (64, row.tile_n)),
             **({"tma_o": TensorMap("o", (64, _WARP_ROWS))} if dict(row.knobs)["STORE_TMA"] and not split else {}),
+            **bias,
         },
         row,
         drawn=tiling.tiles,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 from . import features, sums
 from .graphs import KINDS, Graph, shared
-from .problem import DTYPES, Problem
+from .problem import DTYPES, Problem, Tensor
 from .tiles import Kernel, Row
 from .trace import INPUTS
 
@@ -15,7 +17,10 @@ def _rows(problem: Problem) -> dict[str, bool]:
     """The arrays that have an element for each key, and whether their rows can be read 16 bytes at a time."""
     arrays, read = dict(problem.tensors), {"bias": problem.dtype.name, "mask": "bool"}
     given = {n: (arrays[n], dtype) for n, dtype in read.items() if n in arrays and arrays[n].shape[-1:] > (1,)}
-    return {n: t.strides[-1] == 1 and t.dtype == dtype and t.wide() for n, (t, dtype) in given.items()}
+    return {
+        n: t.strides[-1] == 1 and min(t.strides) >= 0 and t.dtype == dtype and t.wide()
+        for n, (t, dtype) in given.items()
+    }
 
 
 def wide(problem: Problem, name: str) -> bool:
@@ -26,8 +31,19 @@ def wide(problem: Problem, name: str) -> bool:
 def smem_bytes(problem: Problem, kernel: Kernel, row: Row, tile_d: int, tile_dv: int) -> int:
     """Of a CTA, with the rows of a bias, if they pass through."""
     itemsize = problem.dtype.itemsize
-    bias = row.tile_m * (row.tile_n * itemsize + 16) if kernel.stages_bias and wide(problem, "bias") else 0
+    bias = row.stages * row.tile_m * row.tile_n * itemsize if kernel.stages_bias and wide(problem, "bias") else 0
     return bias + kernel.smem_bytes(row, tile_d, tile_dv, itemsize)
+
+
+def bias_box(problem: Problem, row: Row, pack: int) -> tuple[tuple[int, ...], Tensor]:
+    """How TMA loads a bias for 64 rows of a tile, those of `pack` heads: its box, and the tensor it is of, (batch,
+    seqlen_q, heads, seqlen_k). What the bias is broadcast over they have once."""
+    bias = dict(problem.tensors)["bias"]
+    dims = ((1, 0),) * 4 + tuple(zip(bias.shape, bias.strides, strict=True))
+    batch, heads, queries, keys = ((n, stride) if n > 1 and stride else (1, 0) for n, stride in dims[-4:])
+    shape, strides = zip(batch, queries, heads, keys, strict=True)
+    box = math.gcd(row.tile_n, 64), 64 // pack if queries[1] else 1, pack if heads[1] else 1
+    return box, bias._replace(shape=shape, strides=strides)
 
 
 def facts(problem: Problem, kernel: Kernel) -> tuple[tuple[str, tuple[str, ...], Graph], ...]:

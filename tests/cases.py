@@ -284,6 +284,7 @@ ARRAYS: dict[str, dict[str, Callable]] = {
         "of every element": partial(_broadcast, axes="bhqk", make=_floats_of_q),
         "of keys": partial(_broadcast, axes="k", make=_floats),
         "of heads, queries and keys, in q's type": partial(_broadcast, axes="hqk", make=_floats_of_q),
+        "of batches and keys, in q's type": partial(_broadcast, axes="bk", make=_floats_of_q),
         "of batches and queries": partial(_broadcast, axes="bq", make=_floats),
         "transposed": partial(_broadcast, axes="bhqk", make=_floats, layout=_transposed),
         "queries and keys alone": partial(_broadcast, axes="qk", make=_floats, layout=lambda a: a[0, 0]),
@@ -304,8 +305,7 @@ ARRAYS: dict[str, dict[str, Callable]] = {
 }
 
 
-# ---- functions -------------------------------------------------------------------------------------------------------
-# As ARRAYS, of functions.
+# ---- functions, as ARRAYS --------------------------------------------------------------------------------------------
 
 
 def _alibi(case: Case, rng, xp):

@@ -47,6 +47,14 @@ TILINGS: dict[str, tuple[Case, dict[str, int]]] = {
     "more heads than rows": (Case(1, 2, 260, 130, 1, 64, 64, options=CAUSAL), {"pack": 26, "splits": 2}),
     "rows with no visible key": (Case(1, 300, 130, 5, 1, 64, 64, options=CAUSAL), {"pack": 5, "splits": 2}),
     "parts with no visible key": (Case(1, 400, 400, 2, 2, 64, 64, options=CAUSAL), {"pack": 1, "splits": 4}),
+    "rows of a bias, heads that share tiles": (
+        Case(2, 20, 520, 7, 1, 64, 64, options=(("bias", "of heads, queries and keys, in q's type"),)),
+        {"pack": 7, "splits": 3},
+    ),
+    "bias of keys, heads that share tiles": (
+        Case(2, 9, 520, 4, 1, 128, 128, options=(("bias", "of batches and keys, in q's type"),)),
+        {"pack": 4, "splits": 1},
+    ),
     "scale negative": (Case(2, 3, 520, 6, 2, 256, 256, softmax_scale=-0.1), {"pack": 3, "splits": 5}),
     "all logits far below zero": (
         Case(1, 1, 400, 2, 1, 128, 128, values="all far below zero"),

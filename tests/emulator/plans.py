@@ -13,7 +13,7 @@ from cases import numpy_dtype
 
 from pyflash import params, problem, source
 from pyflash.launch import SEED, TILE_COUNTER
-from pyflash.plan import Launch, Plan
+from pyflash.plan import Launch, Plan, TensorMap
 from pyflash.problem import Problem, Tensor
 
 TMA_ALIGNMENT, TMA_BOX = 16, 256
@@ -46,8 +46,12 @@ def build(launches: Iterable[Launch]) -> None:
             pool.submit(_built, *program)
 
 
-def _tensor_map(array: np.ndarray, pointer: int, box: tuple[int, ...]) -> bytes:
+def _tensor_map(array: np.ndarray, pointer: int, spec: TensorMap) -> bytes:
     """A tensor map as runtime/bulk.cpp reads it, held to the rules of cuTensorMapEncodeTiled."""
+    box = spec.box
+    if spec.tensor:
+        strides = [stride * array.itemsize for stride in spec.tensor.strides]
+        array = np.lib.stride_tricks.as_strided(array, spec.tensor.shape, strides)
     array = array[None] if array.ndim == 3 else array  # packed
     batch, seqlen, heads, head_dim = array.shape
     strides = [array.strides[i] for i in (3, 1, 2, 0)]
@@ -73,7 +77,7 @@ def _pack(launch: Launch, buffers: dict[str, emulator.Buffer], seed_word: int) -
     for field, spec in launch.tensor_maps:
         buffer = buffers[spec.array]
         start = layout.offsets[field]
-        data[start : start + 128] = _tensor_map(buffer.array, buffer.pointer, spec.box)
+        data[start : start + 128] = _tensor_map(buffer.array, buffer.pointer, spec)
     return bytes(data)
 
 

@@ -117,6 +117,16 @@ def test_what_functions_capture_arrives(gpu):
         pyflash.flash_attention(*inputs(gpu), score_mod=lambda s, b, h, i, j: s + numbers[i])
 
 
+def test_the_map_of_a_bias_points_at_the_bias(gpu):
+    seen = []
+    gpu.on_launch = lambda call: seen.extend(structs(gpu, [call]))
+    for bias in (gpu.ndarray((4, 1, 104), "float16") for _ in range(2)):
+        with debug.families("sm90"):
+            pyflash.flash_attention(*inputs(gpu, seqlen=104), bias=bias)
+        _, struct = seen.pop()
+        assert struct.tma_bias[0] == struct.bias == bias.data.ptr
+
+
 @pytest.mark.parametrize("seqlen", [100, 1000])  # one key tile, whose dq is never summed, and several
 def test_hoppers_backward_overlaps_its_own_launches_and_no_others(gpu, seqlen):
     q, k, v = inputs(gpu, seqlen=seqlen)

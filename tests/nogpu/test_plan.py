@@ -438,6 +438,34 @@ def test_rows_of_elements_are_read_16_bytes_at_a_time_where_they_can_be(name, se
         assert any(note.startswith(f"{name}: element-wise") for note in made.notes) is not wide
 
 
+@pytest.mark.parametrize(
+    ("shape", "strides", "extents", "box"),
+    [
+        ((64, 28, 9, "k"), None, (64, 9, 28, 4096), (9, 7)),
+        ((1, 28, 1, "k"), None, (1, 1, 28, 4096), (1, 7)),
+        (("k",), None, (1, 1, 1, 4096), (1, 1)),
+        ((64, 28, 9, "k"), (0, 0, 4096, 1), (1, 9, 1, 4096), (9, 1)),
+    ],
+)
+def test_a_bias_is_loaded_once_for_what_it_is_broadcast_over(shape, strides, extents, box):
+    made = example(batch=64, seqlen_q=9, seqlen_k=4096, heads=28, heads_kv=4, bias=shape)
+    if strides:
+        bias = dict(made.tensors)["bias"]._replace(strides=strides)
+        made = replace(made, tensors=tuple({**dict(made.tensors), "bias": bias}.items()))
+    [launch] = plan(made, device_of((9, 0))).launches
+    found, cfg = dict(launch.tensor_maps)["tma_bias"], constants(launch)
+    assert cfg["PACK"] == 7 and found.tensor.shape == extents
+    assert found.box == (64, *box)
+
+
+def test_a_bias_with_negative_strides_is_read_by_element():
+    made = example(seqlen_k=1024, bias=(1, 4, 1024, "k"))
+    bias = dict(made.tensors)["bias"]._replace(strides=(0, 2**20, -1024, 1))
+    made = plan(replace(made, tensors=tuple({**dict(made.tensors), "bias": bias}.items())), device_of((9, 0)))
+    assert not constants(made.launches[0])["WIDE_BIAS"]
+    assert any(note.startswith("bias: element-wise") for note in made.notes)
+
+
 @pytest.mark.parametrize("softmax_scale", [1 / math.sqrt(128), -0.3, 1 / 16])
 @pytest.mark.parametrize("softcap", [5.0, 30.0, 50.0])
 def test_series_of_softcap(softcap, softmax_scale):
