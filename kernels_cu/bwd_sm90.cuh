@@ -151,6 +151,26 @@ __device__ __forceinline__ void load_tile(Element (&tile_smem)[CHUNKS][ROWS][CHU
   for (int c = 0; c < CHUNKS; c++) tma_load_4d(tile_smem[c], &map, full, c * CHUNK, row, head, batch);
 }
 
+// What is added to scores comes with q where shared memory has room for it (STAGED_ADDENDS), [queries][keys].
+constexpr bool STAGED_ADDENDS = ADDENDS_AHEAD && !cfg::LARGE_HEADS;
+using AddendTile = PairTile<Element, TILE_M, TILE_N>;
+template <bool> struct Addends { AddendTile addends[STAGES]; };
+template <> struct Addends<false> { static constexpr AddendTile* addends = nullptr; };
+// Whether hidden elements are found before any is computed, as with each of these it would be too much code.
+constexpr bool FINDS_HIDDEN = BY_ELEMENT && !(STAGED_ADDENDS && ADDS_ALONE);
+// How many queries have rows of their own.
+__device__ __forceinline__ int addend_queries(const Params& p) { return addend_place(p, {}, TILE_M - 1).query + 1; }
+// Queues the copy of those of a step, as one arrival on `full`. One thread.
+__device__ __forceinline__ void load_addends(const Params& p, AddendTile& tile_smem, u64* full, const Head& head, int m0,
+                                             int n0) {
+  const auto at = addend_place(p, head, m0);
+  mbarrier_arrive_expect_tx(full, addend_queries(p) * TILE_N * sizeof(Element));
+#pragma unroll
+  for (int c = 0; c < AddendTile::BOXES; c++) {
+    tma_load_4d(tile_smem.boxes[c], addend_map(p), full, n0 + c * AddendTile::BOX_COLUMNS, at.query, at.head, at.batch);
+  }
+}
+
 // Where in tensor maps a tile's queries and keys lie.
 __device__ __forceinline__ int q_row(const Params& p, int m0) { return (VARLEN ? p.first_q : 0) + m0; }
 __device__ __forceinline__ int k_row(const Params& p, int n0) { return (VARLEN ? p.first_k : 0) + n0; }
@@ -346,17 +366,29 @@ constexpr float MARK = -0.f;
 // What lies in memory for each element of a warp's scores, loaded before these are there.
 struct Ahead {
   TransposedPairs<TILE_M> addends;
+  u32 place, step_bytes, at;  // STAGED_ADDENDS: whence the lane reads in a tile; those of 16 queries; in which tile
   TransposedBits<ADDENDS_AHEAD || HIDDEN_AHEAD ? TILE_M : 64> seen;
 
   // Of the queries from m0 on, and the warp's keys, of which key0 is the first.
   __device__ __forceinline__ void load(const Params& p, const Head& head, int m0, int key0, int lane) {
     const int rows = p.seqlen_q - m0, keys = p.seqlen_k - key0;
-    if constexpr (ADDENDS_AHEAD) {
+    if constexpr (ADDENDS_AHEAD && !STAGED_ADDENDS) {
       addends.load(addend_row(p, head, m0) + key0, addend_row_stride(p), rows, keys, lane);
     }
     if constexpr (HIDDEN_AHEAD) {
       seen.load(visible_row(p, head, m0) + key0, visible_row_stride(p), rows, keys, lane);
     }
+  }
+  __device__ __forceinline__ void start(const Params& p, int warp_key, int lane) {
+    if constexpr (STAGED_ADDENDS) {
+      const bool alone = addend_queries(p) > 1;
+      place = AddendTile::place_transposed(alone ? lane / 16 * 8 + lane % 8 : 0, warp_key, lane);
+      step_bytes = alone ? 16 * AddendTile::ROW_BYTES : 0;
+    }
+  }
+  // Those of the elements of 16 queries, before they are asked for.
+  __device__ __forceinline__ void enter(int s) {
+    if constexpr (STAGED_ADDENDS) ldmatrix_x4_trans(addends.x[s], at + place + s * step_bytes);
   }
   // Of element `index` of the lane's.
   __device__ __forceinline__ float addend(int index) const {
@@ -366,7 +398,7 @@ struct Ahead {
   }
 };
 
-// p = exp(s - lse), rounded, weights if WEIGHS, and what is hidden if BY_ELEMENT. `key` is the lane's first; lse_of(s) is
+// p = exp(s - lse), rounded, weights if WEIGHS, and what is hidden if FINDS_HIDDEN. `key` is the lane's first; lse_of(s) is
 // what it needs to know of the queries of step s, as delta_of(s) below.
 template <class LseOf>
 __device__ __forceinline__ void exponentiate(const Params& p, u32 (&p_rmem)[M_STEPS][4], u32 (&weight_rmem)[M_STEPS][4],
@@ -377,6 +409,7 @@ __device__ __forceinline__ void exponentiate(const Params& p, u32 (&p_rmem)[M_ST
 #pragma unroll
     for (int s = 0; s < M_STEPS; s++) {
       const RowValues lse = lse_of(s);
+      ahead.enter(s);
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         float x[2], weight[2];
@@ -394,14 +427,14 @@ __device__ __forceinline__ void exponentiate(const Params& p, u32 (&p_rmem)[M_ST
         p_rmem[s][i] = pack2<Element>(x[0], x[1]);
         if (WEIGHS) weight_rmem[s][i] = pack2<Element>(weight[0], weight[1]);
       }
-      if (BY_ELEMENT) __syncwarp();  // no more elements at a time than registers hold
+      if (FINDS_HIDDEN) __syncwarp();  // no more elements at a time than registers hold
     }
   };
-  if constexpr (BY_ELEMENT) {
+  if constexpr (FINDS_HIDDEN) {
     const int q0 = opaque(m0 + lane % 4 * 2) & ~9;  // which share random bits: the compiler knows then
 #pragma unroll
     for (u32& bits : hidden) bits = 0;
-    if constexpr (ADDENDS_AHEAD) ahead.addends.arrange();
+    if constexpr (ADDENDS_AHEAD && !STAGED_ADDENDS) ahead.addends.arrange();
     if (hides) {
       const VisibleQueries queries[2] = {visible_queries(p, key, q0, head), visible_queries(p, key + 8, q0, head)};
       bool any = true;

@@ -23,7 +23,7 @@
 // So the last step also multiplies, for nothing. p is rounded before dsT, and dsT takes the registers of pT once dv is
 // done: dk, dv, one score tile and one operand are what registers hold.
 //
-// Shared memory (struct Smem): k, v; a ring of STAGES q, do, lse, delta; two ds. Each buffer has a "full" and an
+// Shared memory (struct Smem): k, v; a ring of STAGES q, do, lse, delta, and rows of a bias; two ds. Each buffer has a "full" and an
 // "empty" mbarrier; `empty` is of a whole stage.
 #pragma once
 #include "bwd_sm90_store.cuh"
@@ -35,7 +35,7 @@ constexpr int CONSUMERS = TILE_N / WG_KEYS;
 // Whether lse and delta come to registers under products. Where elements are treated one by one, too few are left.
 constexpr bool VALUES_EARLY = !BY_ELEMENT && !WEIGHS;
 
-struct Smem {
+struct Smem : Addends<STAGED_ADDENDS> {
   alignas(1024) Element k[D_CHUNKS][TILE_N][CHUNK];
   Element v[DV_CHUNKS][TILE_N][CHUNK];
   Element q[STAGES][D_CHUNKS][TILE_M][CHUNK];
@@ -70,6 +70,9 @@ __device__ __forceinline__ void produce_tiles(Own<VARLEN>& own, Smem& smem, int 
       load_tile(smem.q[at], own.all().tma_q, &smem.q_full[at], q_row(p, m0), head, map_batch(tile));
       load_tile(smem.dout[at], own.all().tma_dout, &smem.dout_full[at], q_row(p, m0), head, map_batch(tile));
     }
+    if constexpr (STAGED_ADDENDS) {
+      if (lane == 0) load_addends(own.all(), smem.addends[at], &smem.q_full[at], {tile.batch, head}, m0, tile.n0());
+    }
     stage.advance();
     if (!first) return;
     await_as_warp(&smem.v_empty, keys.parity ^ 1);
@@ -96,6 +99,7 @@ __device__ __forceinline__ void consume(Own<VARLEN>& own, Smem& smem, int consum
   Ring<STAGES> stage;
   Ring<DS_BUFFERS> buffer;
   Ring<1> keys;
+  ahead.start(own.all(), warp_key, lane);
 
   auto multiply_scores = [&](int at) {
     multiply_keys_queries<D_STEPS, TILE_N>(s_rmem, k, descriptor_k_major(smem_u32(smem.q[at])));
@@ -156,6 +160,7 @@ __device__ __forceinline__ void consume(Own<VARLEN>& own, Smem& smem, int consum
       if (HIDES_KEYS && hides) dv_lacks |= smem.dout_made_finite[at];
       auto lse_of = [&](int s) { return VALUES_EARLY ? lse_rmem[s] : smem.lse[at][s][lane % 4]; };
       auto delta_of = [&](int s) { return VALUES_EARLY ? delta_rmem[s] : smem.delta[at][s][lane % 4]; };
+      if constexpr (STAGED_ADDENDS) ahead.at = smem_u32(&smem.addends[at]);
       exponentiate(p, a_rmem, weight_rmem, hidden, s_rmem, ahead, lse_of, scale, head, m0, key, hides, lane);
       multiply_dp_and_dv(at);
       load_early(delta_rmem, smem.delta[at]);
@@ -186,7 +191,7 @@ __device__ __forceinline__ void consume(Own<VARLEN>& own, Smem& smem, int consum
       if (!last) mbarrier_wait(&smem.q_full[stage.index], stage.parity);
       wgmma_fence();
       multiply_scores(last ? at : stage.index);
-      if constexpr (ADDENDS_AHEAD || HIDDEN_AHEAD) {
+      if constexpr (HIDDEN_AHEAD) {
         QueryVisit next = visit;
         tile.queries.advance(p, next);
         if (!last) ahead.load(p, tile.queries.head(next), next.tile * TILE_M, tile.n0() + warp_key, lane);
@@ -227,7 +232,7 @@ template <class Smem> __device__ __forceinline__ void run(Own<VARLEN>& own, Smem
     mbarrier_init(&smem.v_full, 1);
     mbarrier_init(&smem.v_empty, CONSUMERS * WG_WARPS);
     for (int i = 0; i < STAGES; i++) {
-      mbarrier_init(&smem.q_full[i], 1);
+      mbarrier_init(&smem.q_full[i], 1 + STAGED_ADDENDS);
       mbarrier_init(&smem.dout_full[i], 3);
       mbarrier_init(&smem.empty[i], CONSUMERS * WG_WARPS);
       if (HIDES_KEYS) mbarrier_init(&smem.values_full[i], 2);

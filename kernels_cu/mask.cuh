@@ -32,6 +32,8 @@ constexpr bool BY_ELEMENT = HIDES_ANYWHERE || cfg::BIAS || cfg::SCORE_MOD || cfg
 constexpr bool ADDENDS_AHEAD = cfg::BIAS && cfg::WIDE_BIAS;
 constexpr bool ADDENDS_LAST = cfg::BIAS && !ADDENDS_AHEAD;  // else they are read when the scores are there
 constexpr bool HIDDEN_AHEAD = cfg::MASK && cfg::WIDE_MASK && !cfg::MASK_MOD;
+// Whether that alone is done by element.
+constexpr bool ADDS_ALONE = ADDENDS_AHEAD && !(HIDES_ANYWHERE || cfg::SCORE_MOD || cfg::DROPOUT);
 // Whether a score may be -inf though its key is not hidden.
 constexpr bool SCORES_HIDE = cfg::BIAS || cfg::SCORE_MOD;
 

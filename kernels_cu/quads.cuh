@@ -19,6 +19,12 @@ template <class Element, int ROWS, int COLUMNS> struct PairTile {
     constexpr int READS = UNITS / 2;  // of a box
     ldmatrix_x4(pairs, (address ^ i % READS * 2 * UNIT_BYTES) + i / READS * sizeof(boxes[0]));
   }
+  // Whence a lane reads that gives ldmatrix_trans `row`, for 16 columns from `column` on of 16 rows. Afterwards it has, of
+  // column lane / 4 + 8 * (i % 2), rows 8 * (i / 2) + 2 * (lane % 4) and the next in register i.
+  static __device__ __forceinline__ u32 place_transposed(int row, int column, int lane) {
+    const int unit = column % BOX_COLUMNS * (int)sizeof(Element) / UNIT_BYTES + lane / 8 % 2;
+    return column / BOX_COLUMNS * sizeof(boxes[0]) + row * ROW_BYTES + (unit ^ row * ROW_BYTES / 128 % UNITS) * UNIT_BYTES;
+  }
 };
 
 // Sixteen bytes that are 0 or 1, to bits: a product moves those of four, apart from each other, to its last four.

@@ -127,6 +127,8 @@ def _map(name: str, box: str) -> Field:
     return Field(f"tma_{name}", "tensor_map", "TensorMap", f"{name} (head_dim, seqlen, head, batch), box {box}")
 
 
+_BIAS_MAP = Field("tma_bias", "tensor_map", "TensorMap", "bias (seqlen_k, seqlen_q, head, batch); WIDE_BIAS")
+
 TABLES: dict[str, tuple[Field, ...]] = {
     "fwd_simt": _FORWARD + features.FIELDS + _SEQUENCES,
     "fwd_sm80": _FORWARD + features.FIELDS + _SEQUENCES,
@@ -141,7 +143,7 @@ TABLES: dict[str, tuple[Field, ...]] = {
         Field("num_tiles", "i32", "int", "output tiles in all, of every split"),
         *features.FIELDS,
         *_SEQUENCES,
-        Field("tma_bias", "tensor_map", "TensorMap", "bias (seqlen_k, seqlen_q, head, batch); WIDE_BIAS"),
+        _BIAS_MAP,
     ),
     "combine": (
         *_tensor("o", *_O, const=False),
@@ -163,6 +165,7 @@ TABLES: dict[str, tuple[Field, ...]] = {
         Field("heads_per_section", "i32", "int", "heads of k whose queries share L2: the tile order's inner loop"),
         *features.FIELDS,
         *_SEQUENCES,
+        _BIAS_MAP,
     ),
     "bwd_delta": (
         *_tensor("o", *_O, const=True),

@@ -296,25 +296,6 @@ def _forward(problem: Problem, device: Device, family: str, notes: tuple[str, ..
     return _finish(problem, family, [launch], {}, notes)
 
 
-def _section_bytes(group_bytes: int) -> int:
-    """How much k and v may be that heads have whose tiles are ordered together, given those of one head.
-
-    With 64 MB, not 32: +3 to +7 % at head_dim 256 from 4k on, +3 to +5 % at 128 from 8k on, but -3 % there at 4k.
-    """
-    return (64 if group_bytes >= 4 << 20 else 32) << 20
-
-
-def _heads_per_section(problem: Problem) -> int:
-    """How many heads of q have their tiles ordered together, longest first: those whose k and v share L2. A block mask
-    may have its longest walks anywhere: of heads in one order they are not the last ones."""
-    if not problem.banded and "block_mask" not in problem.on:
-        return 1  # all tiles are equally long: those of one head follow each other
-    groups = problem.batch * problem.num_heads_kv
-    group_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
-    sections = _cdiv(groups, max(_section_bytes(group_bytes) // group_bytes, 1))
-    return _cdiv(groups, sections) * problem.qheads_per_kv
-
-
 @dataclass(frozen=True)
 class _Tiling:
     """How Hopper's forward is cut into output tiles."""
@@ -398,6 +379,11 @@ def _combine(problem: Problem, device: Device, splits: int) -> Launch:
     return _launch(problem, device, "combine", {"o": tensors["o"]}, pointers, grid, values=values)
 
 
+def _bias_map(problem: Problem, name: str, row: Row, *rows: int) -> dict[str, TensorMap]:
+    staged = scores.stages_bias(problem, KERNELS[name], row)
+    return {"tma_bias": TensorMap("bias", *scores.bias_box(problem, row, *rows))} if staged else {}
+
+
 def _forward_sm90(problem: Problem, device: Device, notes: tuple[str, ...]) -> Plan:
     tensors, tiling = dict(problem.tensors), _tiling(problem, device)
     row, pack, splits, split = tiling.row, tiling.pack, tiling.splits, tiling.splits > 1
@@ -414,7 +400,6 @@ def _forward_sm90(problem: Problem, device: Device, notes: tuple[str, ...]) -> P
         pointers, values = tuple(_PARTIAL.items()), {"o_stride": (heads * seqlen * dim, dim, seqlen * dim, 1)}
     else:
         arrays["o"] = tensors["o"]
-    bias = {"tma_bias": TensorMap("bias", *scores.bias_box(problem, row, pack))} if scores.wide(problem, "bias") else {}
     main = _launch(
         problem,
         device,
@@ -427,7 +412,7 @@ def _forward_sm90(problem: Problem, device: Device, notes: tuple[str, ...]) -> P
             **values,
             "num_m_blocks": tiling.num_m_blocks,
             "num_tiles": tiling.tiles,
-            "packs_per_section": max(_heads_per_section(problem) // pack, 1),
+            "packs_per_section": max(sizes.heads_per_section(problem) // pack, 1),
             "num_splits": splits,
         },
         {
@@ -435,7 +420,7 @@ def _forward_sm90(problem: Problem, device: Device, notes: tuple[str, ...]) -> P
             "tma_k": TensorMap("k", (64, row.tile_n)),
             "tma_v": TensorMap("v", (64, row.tile_n)),
             **({"tma_o": TensorMap("o", (64, _WARP_ROWS))} if dict(row.knobs)["STORE_TMA"] and not split else {}),
-            **bias,
+            **_bias_map(problem, "fwd_sm90", row, _WG_ROWS // pack, pack),
         },
         row,
         drawn=tiling.tiles,
@@ -524,6 +509,7 @@ def _backward_sm90(problem: Problem, device: Device, notes: tuple[str, ...]) -> 
             "tma_k": TensorMap("k", (64, row.tile_n)),
             "tma_v": TensorMap("v", (64, row.tile_n)),
             "tma_dout": TensorMap("dout", (64, row.tile_m)),
+            **_bias_map(problem, "bwd_sm90", row, row.tile_m),
         },
         overlaps=True,
         drawn=tiles,

@@ -31,18 +31,23 @@ def wide(problem: Problem, name: str) -> bool:
 def smem_bytes(problem: Problem, kernel: Kernel, row: Row, tile_d: int, tile_dv: int) -> int:
     """Of a CTA, with the rows of a bias, if they pass through."""
     itemsize = problem.dtype.itemsize
-    bias = row.stages * row.tile_m * row.tile_n * itemsize if kernel.stages_bias and wide(problem, "bias") else 0
+    bias = row.stages * row.tile_m * row.tile_n * itemsize if stages_bias(problem, kernel, row) else 0
     return bias + kernel.smem_bytes(row, tile_d, tile_dv, itemsize)
 
 
-def bias_box(problem: Problem, row: Row, pack: int) -> tuple[tuple[int, ...], Tensor]:
-    """How TMA loads a bias for 64 rows of a tile, those of `pack` heads: its box, and the tensor it is of, (batch,
-    seqlen_q, heads, seqlen_k). What the bias is broadcast over they have once."""
+def stages_bias(problem: Problem, kernel: Kernel, row: Row) -> bool:
+    """Whether TMA brings rows of a bias to shared memory, with tiles of k, or of q in a backward."""
+    return kernel.stages_bias and wide(problem, "bias") and not dict(row.knobs).get("LARGE_HEADS")
+
+
+def bias_box(problem: Problem, row: Row, queries: int, pack: int = 1) -> tuple[tuple[int, ...], Tensor]:
+    """How it does so, of some queries of `pack` heads: its box, and the tensor this is of, (batch, seqlen_q, heads,
+    seqlen_k). What the bias is broadcast over they have once."""
     bias = dict(problem.tensors)["bias"]
     dims = ((1, 0),) * 4 + tuple(zip(bias.shape, bias.strides, strict=True))
-    batch, heads, queries, keys = ((n, stride) if n > 1 and stride else (1, 0) for n, stride in dims[-4:])
-    shape, strides = zip(batch, queries, heads, keys, strict=True)
-    box = math.gcd(row.tile_n, 64), 64 // pack if queries[1] else 1, pack if heads[1] else 1
+    batch, heads, rows, keys = ((n, stride) if n > 1 and stride else (1, 0) for n, stride in dims[-4:])
+    shape, strides = zip(batch, rows, heads, keys, strict=True)
+    box = math.gcd(row.tile_n, 64), queries if rows[1] else 1, pack if heads[1] else 1
     return box, bias._replace(shape=shape, strides=strides)
 
 

@@ -517,8 +517,10 @@ KERNELS: dict[str, Kernel] = {
             _bwd_sm90(64, 128, 128, 3, "in turns +4 to +7 % from 4k on", ping_pong=True, causal=False, plain=True),
             _bwd_sm90(64, 128, 128, 3, "64 queries -3 to -6 % from 4k on", causal=True, plain=True),
             _bwd_sm90(128, 64, 128, 3, "in turns +2 to +4 % from 4k on; two stages equal", ping_pong=True),
+            _bwd_sm90(128, 64, 128, 2, "what fits beside rows of a bias", ping_pong=True),
             _bwd_sm90(256, 64, 64, 2, "dk and dv of 64 keys fill a warpgroup each", large=True),
         ),
+        stages_bias=True,
         option_spill_bytes=640,  # a block mask, head_dim 256, deterministic: 620, where dq's warpgroup walks
     ),
     "bwd_delta": Kernel(

@@ -465,7 +465,7 @@ CASES: dict[str, Case] = {
         1, 1025, 77, 2, 1, 16, 16, options=(("bias", "queries and keys alone"), ("mask", "queries and keys alone"))
     ),
     "mask and bias, aligned rows": Case(
-        1, 150, 208, options=(("bias", "of heads, queries and keys, in q's type"), ("mask", "of every element"))
+        2, 150, 208, options=(("bias", "of batches and keys, in q's type"), ("mask", "of every element"))
     ),
     "mask, aligned rows, causal": Case(
         1, 150, 272, 2, 1, 128, 128, options=(("causal", True), ("mask", "of every element"))
