@@ -101,6 +101,7 @@ def _rows(problem: Problem, kernel: Kernel, device: Device, fits: Callable = _di
             and row.causal in (None, problem.banded)
             and row.itemsize in (None, problem.dtype.itemsize)
             and not (row.plain and features.by_element(problem.on))
+            and not (row.adds and not scores.adds_alone(problem))
             and not (row.bare and (problem.on or problem.varlen))
             and row.min_seqlen_q <= problem.usual_seqlen_q
             and (row.max_seqlen is None or max(problem.seqlen_q, problem.seqlen_k) <= row.max_seqlen)

@@ -40,6 +40,12 @@ def stages_bias(problem: Problem, kernel: Kernel, row: Row) -> bool:
     return kernel.stages_bias and wide(problem, "bias") and not dict(row.knobs).get("LARGE_HEADS")
 
 
+def adds_alone(problem: Problem) -> bool:
+    """Whether a bias that is read 16 bytes at a time is all that makes scores other than products."""
+    others = [name for name in problem.on if name != "bias"]
+    return wide(problem, "bias") and not features.by_element(others) and not features.changes_scores(others)
+
+
 def bias_box(problem: Problem, row: Row, queries: int, pack: int = 1) -> tuple[tuple[int, ...], Tensor]:
     """How it does so, of some queries of `pack` heads: its box, and the tensor this is of, (batch, seqlen_q, heads,
     seqlen_k). What the bias is broadcast over they have once."""

@@ -90,13 +90,15 @@ def spread(extent: int) -> list[int]:
     return sorted({place for place in places if 0 <= place < extent})
 
 
-def check_places(arrays, results, head: int, options: dict[str, object], dtype: str, scale: float) -> None:
+def check_places(arrays, results, head: int, options: dict[str, object], dtype: str, scale: float, bias=None) -> None:
     """Some queries and keys of one head of the first batch, computed again in float64 from all that they see."""
+    added = np.zeros((1, 1)) if bias is None else cp.asnumpy(bias[0, head]).astype(np.float64)
     q, k, v, dout = arrays
     out, lse, dq, dk, dv = results
     group = q.shape[2] // k.shape[2]
     assert group == 1, "the gradients of a key are those of one query head"
     qh, kh, vh, dh, oh = (cp.asnumpy(a[0, :, head]).astype(np.float64) for a in (q, k, v, dout, out))
+    added = np.broadcast_to(added, (len(qh), len(kh)))
     low, high = features.band(features.check(options), len(qh), len(kh))
 
     def seen(rows, keys) -> np.ndarray:
@@ -104,7 +106,7 @@ def check_places(arrays, results, head: int, options: dict[str, object], dtype: 
         return (distance >= (-np.inf if low is None else low)) & (distance <= (np.inf if high is None else high))
 
     rows = spread(len(qh))
-    s = np.where(seen(rows, range(len(kh))), scale * qh[rows] @ kh.T, -np.inf)
+    s = np.where(seen(rows, range(len(kh))), scale * qh[rows] @ kh.T + added[rows], -np.inf)
     top = s.max(1)
     expected_lse = np.log(np.exp(s - top[:, None]).sum(1)) + top
     p = np.exp(s - expected_lse[:, None])
@@ -114,7 +116,7 @@ def check_places(arrays, results, head: int, options: dict[str, object], dtype: 
     close(dq[0, :, head][rows], scale * (p * (dh[rows] @ vh.T - delta)) @ kh, dtype)
 
     keys = spread(len(kh))
-    s = np.where(seen(range(len(qh)), keys), scale * qh @ kh[keys].T, -np.inf)
+    s = np.where(seen(range(len(qh)), keys), scale * qh @ kh[keys].T + added[:, keys], -np.inf)
     p = np.exp(s - cp.asnumpy(lse[0, head]).astype(np.float64)[:, None])
     delta = (dh * oh).sum(1, keepdims=True)
     close(dv[0, :, head][keys], p.T @ dh, dtype)
@@ -134,6 +136,17 @@ def test_131072_tokens():
     assert pool.total_bytes() - before <= 7.5 * q.nbytes, "four results like q, lse, and three times q between"
 
     check_places((q, k, v, dout), (out, lse, dq, dk, dv), 5, {"causal": True}, dtype, dim**-0.5)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_long_rows_of_a_bias(head_dim, causal):
+    seqlen, dtype = 4168, "bfloat16"
+    q, k, v, dout = (random((1, seqlen, 2, head_dim), dtype, seed) for seed in range(4))
+    bias = random((1, 2, seqlen, seqlen), dtype, 4)
+    out, lse = pyflash.flash_attention(q, k, v, causal=causal, bias=bias, return_lse=True)
+    gradients = pyflash.flash_attention_backward(dout, q, k, v, out, lse, causal=causal, bias=bias)
+    check_places((q, k, v, dout), (out, lse, *gradients), 1, {"causal": causal}, dtype, head_dim**-0.5, bias)
 
 
 @cache
