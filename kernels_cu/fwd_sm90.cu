@@ -80,7 +80,7 @@ fwd_sm90(const __grid_constant__ Params params) {
   float s_rmem[TILE_N / 2], o_rmem[TILE_DV / 2];  // accumulators (64, TILE_N) and (64, TILE_DV)
   u32 p_rmem[KEY_STEPS][4];                       // probabilities as operand a (64, TILE_N)
   TileSoftmax softmax;
-  Ring<Q_STAGES> q;
+  PackedRing<Q_STAGES> q;
   Ring<STAGES> k;
   Ring<V_STAGES> v;
   Work work;
@@ -135,8 +135,8 @@ fwd_sm90(const __grid_constant__ Params params) {
 
   // ---- Handing over: output tiles, buffers, turns
   auto receive_work = [&]() {
-    mbarrier_wait(&smem.q_full[q.index][wg], q.parity);
-    const Work next = smem.work[q.index][wg];
+    mbarrier_wait(&smem.q_full[q.index()][wg], q.parity());
+    const Work next = smem.work[q.index()][wg];
     // All lanes have read before one of them releases it, with q. compute-sanitizer's racecheck does not follow this
     // order and reports these reads; it does not where lane 0, which releases, reads alone, but that spills registers.
     __syncwarp();
@@ -160,7 +160,7 @@ fwd_sm90(const __grid_constant__ Params params) {
   auto release_k = [&](int n) {  // and q after the last, unless o is to have its place
     if (ADDENDS_AHEAD) __syncwarp();  // all lanes have read them
     release(&smem.k_empty[k.index]);
-    if (!STORES_TMA && n == range.begin) release(&smem.q_empty[q.index][wg]);
+    if (!STORES_TMA && n == range.begin) release(&smem.q_empty[q.index()][wg]);
   };
   auto release_v = [&]() {
     __syncwarp();  // no lane still waits for it
@@ -229,7 +229,7 @@ fwd_sm90(const __grid_constant__ Params params) {
 
   // ---- Products
   auto multiply_scores = [&]() {  // s = q kT
-    const u32 q_smem = smem_u32(smem.q[q.index][wg]), k_smem = smem_u32(smem.k[k.index]);
+    const u32 q_smem = smem_u32(smem.q[q.index()][wg]), k_smem = smem_u32(smem.k[k.index]);
     const u64 a = descriptor_k_major(q_smem, u32(p.seqlen_k) >> 31), b = descriptor_k_major(k_smem, k_smem >> 31);
     wgmma_ss<Element, TILE_N, false, false, false>(s_rmem, a, b);
 #pragma unroll
@@ -410,7 +410,7 @@ fwd_sm90(const __grid_constant__ Params params) {
   };
   bool rising = false;  // ADAPTS: the warp's last step was outgrown
   auto compute_again = [&]() {  // scores that were overwritten
-    warp_products<Element, WG_ROWS, TILE_N, D_STEPS>(s_rmem, smem_u32(smem.q[q.index][wg]), warp_row,
+    warp_products<Element, WG_ROWS, TILE_N, D_STEPS>(s_rmem, smem_u32(smem.q[q.index()][wg]), warp_row,
                                                      smem_u32(smem.k[k.index]), lane);
     fence_proxy_async_shared();
     __syncwarp();
@@ -518,7 +518,7 @@ fwd_sm90(const __grid_constant__ Params params) {
     if (range.begin == range.end) {
       finish_rows(inverse);
       store_directly(work, inverse);
-      release(&smem.q_empty[q.index][wg]);
+      release(&smem.q_empty[q.index()][wg]);
       q.advance();
       receive_work();
       scored = false;
@@ -548,7 +548,7 @@ fwd_sm90(const __grid_constant__ Params params) {
     start_output();
     finish_rows(inverse);
     const Work done = work;
-    const int rest = behind, stage = q.index;
+    const int rest = behind, stage = q.index();
     // Else loads wait for the rest, q for loads.
     const bool early = cfg::SCORE_EARLY && rest == 0 && (ENDS_HIDDEN || !unchecked);
     q.advance();

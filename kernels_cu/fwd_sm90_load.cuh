@@ -183,7 +183,7 @@ __device__ __forceinline__ void produce(const Params& params, Smem& smem) {
   prefetch_tensor_map(&params.tma_k);
   prefetch_tensor_map(&params.tma_v);
   if (ADDENDS_AHEAD) prefetch_tensor_map(addend_map(params));
-  Ring<Q_STAGES> q;
+  PackedRing<Q_STAGES> q;
   Ring<STAGES> k;
   Ring<V_STAGES> v;
   unsigned index = blockIdx.x, round = 0;
@@ -212,13 +212,13 @@ __device__ __forceinline__ void produce(const Params& params, Smem& smem) {
       v.advance();
     };
     auto send_q = [&](int w) {
-      u64* full = &smem.q_full[q.index][w];
-      mbarrier_wait(&smem.q_empty[q.index][w], q.parity ^ 1);
-      smem.work[q.index][w] = work;
+      u64* full = &smem.q_full[q.index()][w];
+      mbarrier_wait(&smem.q_empty[q.index()][w], q.parity() ^ 1);
+      smem.work[q.index()][w] = work;
       if (range.begin == range.end) return mbarrier_arrive(full);
       mbarrier_arrive_expect_tx(full, WG_USED_ROWS * D_CHUNKS * CHUNK_ROW_BYTES);
       for (int c = 0; c < D_CHUNKS; c++) {
-        tma_load_4d(smem.q[q.index][w][c], &params.tma_q, full, c * CHUNK, q_row(p, work, w), work.head,
+        tma_load_4d(smem.q[q.index()][w][c], &params.tma_q, full, c * CHUNK, q_row(p, work, w), work.head,
                     map_batch(work));
       }
     };

@@ -18,6 +18,14 @@ template <int COUNT> struct Ring {
     if (++index == COUNT) index = 0, parity ^= 1;
   }
 };
+// The same in one number, for a ring that is seldom asked where registers are few.
+template <int COUNT> struct PackedRing {
+  u32 place = 0;  // in two rounds, one of each parity
+
+  __device__ __forceinline__ int index() const { return place % COUNT; }
+  __device__ __forceinline__ u32 parity() const { return place / COUNT; }
+  __device__ __forceinline__ void advance() { place = (place + 1) % (2 * COUNT); }
+};
 
 // Transposes the 4 x 4 matrix whose row t lane t of each quad holds: afterwards x[i] is what lane i had in x[t].
 __device__ __forceinline__ void transpose_quad(u32 (&x)[4], int lane) {
