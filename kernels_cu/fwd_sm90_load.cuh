@@ -132,6 +132,13 @@ __device__ __forceinline__ Work find_work(const Params& p, unsigned index) {
   const int section = index / (p.packs_per_section * p.num_m_blocks), first_pack = section * p.packs_per_section;
   const int place = index - first_pack * p.num_m_blocks, width = min(p.packs_per_section, packs - first_pack);
   const int row = place / width, pack = first_pack + place - row * width;
+  if (ADDENDS_AHEAD && addend_place(p, {1, 0}, 0).batch == 0) {
+    // Batches share what is added to scores: those of heads that share k and v follow each other, and L2 has it for all.
+    const int heads = p.qheads_per_kv / cfg::PACK, group = pack / heads, group_head = pack - group * heads;
+    const int head_kv = group / p.batch;
+    return {(p.num_m_blocks - 1 - row) * TILE_QUERIES, (head_kv * heads + group_head) * cfg::PACK, group - head_kv * p.batch,
+            split};
+  }
   const int batch = pack / packs_per_batch;
   return {(p.num_m_blocks - 1 - row) * TILE_QUERIES, (pack - batch * packs_per_batch) * cfg::PACK, batch, split};
 }
