@@ -151,7 +151,7 @@ __device__ __forceinline__ void load_tile(Element (&tile_smem)[CHUNKS][ROWS][CHU
   for (int c = 0; c < CHUNKS; c++) tma_load_4d(tile_smem[c], &map, full, c * CHUNK, row, head, batch);
 }
 
-// What is added to scores comes with q where shared memory has room for it (STAGED_ADDENDS), [queries][keys].
+// What is added to scores comes with do where shared memory has room for it (STAGED_ADDENDS), [queries][keys].
 constexpr bool STAGED_ADDENDS = ADDENDS_AHEAD && !cfg::LARGE_HEADS;
 using AddendTile = PairTile<Element, TILE_M, TILE_N>;
 template <bool> struct Addends { AddendTile addends[STAGES]; };

@@ -23,8 +23,8 @@
 // So the last step also multiplies, for nothing. p is rounded before dsT, and dsT takes the registers of pT once dv is
 // done: dk, dv, one score tile and one operand are what registers hold.
 //
-// Shared memory (struct Smem): k, v; a ring of STAGES q, do, lse, delta, and rows of a bias; two ds. Each buffer has a "full" and an
-// "empty" mbarrier; `empty` is of a whole stage.
+// Shared memory (struct Smem): k, v; a ring of STAGES q, do, lse, delta, and rows of a bias; two ds. Each buffer has a
+// "full" and an "empty" mbarrier; `empty` is of a whole stage.
 #pragma once
 #include "bwd_sm90_store.cuh"
 
@@ -43,7 +43,7 @@ struct Smem : Addends<STAGED_ADDENDS> {
   Element ds[DS_BUFFERS][TILE_M / CHUNK][TILE_N][CHUNK];
   TileValues lse[STAGES], delta[STAGES];
   u64 k_full, k_checked, k_empty, v_full, v_empty;
-  u64 q_full[STAGES], dout_full[STAGES], empty[STAGES];  // lse and delta arrive with do
+  u64 q_full[STAGES], dout_full[STAGES], empty[STAGES];  // lse, delta and addends arrive with do
   u64 values_full[STAGES];                               // and before it for who loads do, if HIDES_KEYS
   u64 ds_full[DS_BUFFERS], ds_empty[DS_BUFFERS];
   u64 added, passed;  // to dq, and to who adds next, if DETERMINISTIC
@@ -71,7 +71,7 @@ __device__ __forceinline__ void produce_tiles(Own<VARLEN>& own, Smem& smem, int 
       load_tile(smem.dout[at], own.all().tma_dout, &smem.dout_full[at], q_row(p, m0), head, map_batch(tile));
     }
     if constexpr (STAGED_ADDENDS) {
-      if (lane == 0) load_addends(own.all(), smem.addends[at], &smem.q_full[at], {tile.batch, head}, m0, tile.n0());
+      if (lane == 0) load_addends(own.all(), smem.addends[at], &smem.dout_full[at], {tile.batch, head}, m0, tile.n0());
     }
     stage.advance();
     if (!first) return;
@@ -232,8 +232,8 @@ template <class Smem> __device__ __forceinline__ void run(Own<VARLEN>& own, Smem
     mbarrier_init(&smem.v_full, 1);
     mbarrier_init(&smem.v_empty, CONSUMERS * WG_WARPS);
     for (int i = 0; i < STAGES; i++) {
-      mbarrier_init(&smem.q_full[i], 1 + STAGED_ADDENDS);
-      mbarrier_init(&smem.dout_full[i], 3);
+      mbarrier_init(&smem.q_full[i], 1);
+      mbarrier_init(&smem.dout_full[i], 3 + STAGED_ADDENDS);
       mbarrier_init(&smem.empty[i], CONSUMERS * WG_WARPS);
       if (HIDES_KEYS) mbarrier_init(&smem.values_full[i], 2);
     }
