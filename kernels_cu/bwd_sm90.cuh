@@ -1,144 +1,9 @@
-// What the Hopper backward kernels share: who computes which tiles, the loads that TMA does not do, and the products and
-// exponentials of a step.
+// What the Hopper backward kernels share: the loads that TMA does not do, and the products and exponentials of a step.
 #pragma once
-#include "score.cuh"
+#include "bwd_sm90_tiles.cuh"
 #include "quads.cuh"
 #include "softmax.cuh"
 #include "tile_sm90.cuh"
-
-using cfg::Element;
-using cfg::TILE_M, cfg::TILE_N, cfg::TILE_D, cfg::TILE_DV, cfg::STAGES;
-
-constexpr int D_CHUNKS = (TILE_D + CHUNK - 1) / CHUNK, DV_CHUNKS = (TILE_DV + CHUNK - 1) / CHUNK;
-constexpr int D_STEPS = TILE_D / 16, DV_STEPS = TILE_DV / 16, M_STEPS = TILE_M / 16;  // steps of a summed dimension
-constexpr int WG_WARPS = WARPGROUP / WARP, WG_KEYS = 64, WARP_KEYS = WG_KEYS / WG_WARPS;
-constexpr int UNITS = CHUNK_ROW_BYTES / UNIT_BYTES;  // of 8 elements, in a row of a chunk
-constexpr u32 STEP_BYTES = 16 * CHUNK_ROW_BYTES;  // 16 rows of a chunk: a step of a sum down the rows
-constexpr int DS_BUFFERS = 2;
-
-// Named barriers. DQ_WARPGROUP: the warpgroup of dq alone. TURN + c: consumer c's turn to start its second products.
-enum NamedBarrier { DQ_WARPGROUP = 1, TURN = 2 };
-
-__device__ __forceinline__ Pair unpack2(u32 x) {
-  return {to_real(Element{(unsigned short)x}), to_real(Element{(unsigned short)(x >> 16)})};
-}
-
-// Before one lane does what lets the barrier go on to its next phases: no other lane may miss this one.
-__device__ __forceinline__ void await_as_warp(u64* barrier, u32 parity) {
-  mbarrier_wait(barrier, parity);
-  __syncwarp();
-}
-
-// ---- which tiles ----------------------------------------------------------------------------------------------------
-
-// One key tile of one key head, and the query tiles that it visits for every query head of its group.
-struct Work {
-  int n_block, head_kv, batch;
-  QueryWalk queries;
-
-  __device__ __forceinline__ int n0() const { return n_block * TILE_N; }
-  __device__ __forceinline__ int steps() const { return queries.visits; }
-};
-
-// Its name, as one warp of the CTA draws it and tells it to the others; or the end. `batch`: with VARLEN, the part of
-// the keys.
-struct alignas(16) TileName { int n_block, head_kv, batch; };
-constexpr int END = -1;  // in place of n_block
-
-// The CTA's next tile, n_block END behind the last. A warp's work.
-//
-// Tiles are numbered in the order in which CTAs draw them, as they get free. Heads are taken in sections whose q, do and
-// dq share L2; in a section the first key tiles come first, whose causal walk is longest, so that short ones fill the
-// end. Ordered sums want the last first (see take_turn): who waits for others' sums waits for tiles with smaller
-// numbers. These were drawn before, so somebody can always go on, however few CTAs the GPU runs at a time.
-constexpr int SECTION_BYTES = 32 << 20, ROW_BYTES = (TILE_D + TILE_DV) * sizeof(Element) + TILE_D * sizeof(float);
-constexpr int SECTION_ROWS = ROWS_DIFFER || cfg::DETERMINISTIC ? SECTION_BYTES / ROW_BYTES : 0;
-
-template <class Own> __device__ __forceinline__ TileName draw_tile(Own& own, int lane) {
-  const Params& p = own.all();
-  while (true) {
-    const u32 number = uniform(lane == 0 ? atomicAdd(p.tile_counter, 1) : 0);
-    int n_block, blocks;
-    TileName name;
-    if constexpr (VARLEN) {
-      if (number >= Parts<BY_KEYS>{p}.tiles(TILE_N) * p.num_heads_kv) return {END};
-      SequenceTile tile;
-      if (!find_tile<BY_KEYS, TILE_N, SECTION_ROWS>(own, p, number, p.num_heads_kv, tile)) continue;
-      n_block = tile.block, blocks = tile.blocks, name = {0, tile.head, tile.part};
-    } else {
-      blocks = p.num_n_blocks;
-      const u32 heads = p.batch * p.num_heads_kv;
-      if (number >= heads * blocks) return {END};
-      const u32 section = number / (p.heads_per_section * blocks), first = section * p.heads_per_section;
-      const u32 place = number - first * blocks, width = min(u32(p.heads_per_section), heads - first);
-      n_block = place / width;
-      const int head = first + place - n_block * width, batch = head / p.num_heads_kv;
-      name = {0, head - batch * p.num_heads_kv, batch};
-    }
-    name.n_block = cfg::DETERMINISTIC ? blocks - 1 - n_block : n_block;
-    return name;
-  }
-}
-
-// Where names lie for all warps. The one that draws is the first to see them.
-struct Names {
-  static constexpr int COUNT = 2;
-  TileName name[COUNT];
-  u64 full[COUNT], empty[COUNT];
-
-  __device__ __forceinline__ void init() {
-    for (int i = 0; i < COUNT; i++) {
-      mbarrier_init(&full[i], 1);
-      mbarrier_init(&empty[i], cfg::NUM_THREADS / WARP - 1);
-    }
-  }
-};
-
-// Calls work(tile) for every tile of the CTA, which the warp draws, or is told by the one that does.
-template <bool DRAWS, class Own, class Do>
-__device__ __forceinline__ void for_each_tile(Own& own, Names& names, int lane, Do work) {
-  Ring<Names::COUNT> at;
-  for (;; at.advance()) {
-    TileName name;
-    if (DRAWS) {
-      name = draw_tile(own, lane);
-      await_as_warp(&names.empty[at.index], at.parity ^ 1);
-      if (lane == 0) {
-        names.name[at.index] = name;
-        mbarrier_arrive(&names.full[at.index]);
-      }
-    } else {
-      mbarrier_wait(&names.full[at.index], at.parity);
-      const TileName& told = names.name[at.index];
-      name = {uniform(told.n_block), uniform(told.head_kv), uniform(told.batch)};
-      if (lane == 0) mbarrier_arrive(&names.empty[at.index]);
-    }
-    if (name.n_block == END) break;
-    Work tile = {name.n_block, name.head_kv, name.batch};
-    if constexpr (VARLEN) tile.batch = enter_part<BY_KEYS>(own, own.all(), name.batch);
-    tile.queries = QueryWalk(own.p, tile.batch, tile.head_kv, tile.n0());
-    work(tile);
-  }
-  int* counter = own.all().tile_counter;
-  if (DRAWS && lane == 0 && atomicAdd(counter + 1, 1) == (int)gridDim.x - 1) {
-    counter[0] = counter[1] = 0;  // the last to ask leaves zeros for the next launch
-  }
-}
-
-// Calls step(tile, visit, first, last) for every step of the CTA: every query tile that a key tile visits, of
-// every query head of its group. `first` and `last` of the key tile.
-template <bool DRAWS, class Own, class Do>
-__device__ __forceinline__ void for_each_step(Own& own, Names& names, int lane, Do step) {
-  for_each_tile<DRAWS>(own, names, lane, [&](const Work& tile) {
-    tile.queries.for_each(own.p, [&](const QueryVisit& visit, bool first, bool last) { step(tile, visit, first, last); });
-  });
-}
-
-// Ordered sums: the key tiles that visit a query tile add to its dq from the last to the first. Among causal ones the last
-// starts there, the one before it comes by some steps later, and so on: nobody waits long. How many have added.
-__device__ __forceinline__ int* turn_at(const Params& p, const Work& tile, const QueryVisit& visit) {
-  return p.semaphore + flag_at(p, flat_head(p, tile.batch, tile.queries.head(visit).head), visit.tile);
-}
 
 // ---- loads ----------------------------------------------------------------------------------------------------------
 
@@ -157,7 +22,7 @@ using AddendTile = PairTile<Element, TILE_M, TILE_N>;
 template <bool> struct Addends { AddendTile addends[STAGES]; };
 template <> struct Addends<false> { static constexpr AddendTile* addends = nullptr; };
 // Whether hidden elements are found before any is computed, as with each of these it would be too much code.
-constexpr bool FINDS_HIDDEN = BY_ELEMENT && !(STAGED_ADDENDS && ADDS_ALONE);
+constexpr bool FINDS_HIDDEN = TELLS_HIDDEN ? SCORES_BY_ELEMENT : BY_ELEMENT && !(STAGED_ADDENDS && ADDS_ALONE);
 // How many queries have rows of their own.
 __device__ __forceinline__ int addend_queries(const Params& p) { return addend_place(p, {}, TILE_M - 1).query + 1; }
 // Queues the copy of those of a step, as one arrival on `full`. One thread.
@@ -242,15 +107,15 @@ using TileValues = RowValues[M_STEPS][4];
 // One warp's work: brings lse or delta of every step's query rows to a ring in shared memory and, where some queries
 // may not see all keys, whether all are finite. `gmem(batch, head)` are a head's values, `stride` apart; rows that do
 // not exist have `none`; convert() makes of a value what is stored. await(stage) waits until a buffer is free,
-// arrive(stage) says that it is full.
-template <class Gmem, class Convert, class Await, class Arrive>
+// arrive(stage) says that the values are there, finish(tile, visit, first, last, stage) the same of what else is found.
+template <class Gmem, class Convert, class Await, class Arrive, class Finish>
 __device__ __forceinline__ void produce_values(Own<VARLEN>& own, Names& names, TileValues (&ring_smem)[STAGES],
                                                int (&nonfinite_smem)[STAGES], Gmem gmem, i64 stride, float none,
-                                               Convert convert, Await await, Arrive arrive, int lane) {
+                                               Convert convert, Await await, Arrive arrive, Finish finish, int lane) {
   constexpr int LANE_ROWS = TILE_M / WARP;
   const Params& p = own.p;
   Ring<STAGES> stage;
-  for_each_step<false>(own, names, lane, [&](const Work& tile, const QueryVisit& visit, bool, bool) {
+  for_each_step<false>(own, names, lane, [&](const Work& tile, const QueryVisit& visit, bool first, bool last) {
     const float* head_gmem = gmem(tile.batch, tile.queries.head(visit).head);
     float value[LANE_ROWS], zero = 0;
 #pragma unroll
@@ -273,22 +138,26 @@ __device__ __forceinline__ void produce_values(Own<VARLEN>& own, Names& names, T
       if (HIDES_KEYS) nonfinite_smem[stage.index] = nonfinite;
       arrive(stage.index);
     }
+    finish(tile, visit, first, last, stage.index);
     stage.advance();
   });
 }
-template <class Smem, class Await, class Arrive>
-__device__ __forceinline__ void produce_lse(Own<VARLEN>& own, Smem& smem, Await await, Arrive arrive, int lane) {
+template <class Smem, class Await, class Arrive, class Finish>
+__device__ __forceinline__ void produce_lse(Own<VARLEN>& own, Smem& smem, Await await, Arrive arrive, Finish finish,
+                                            int lane) {
   const Params& p = own.p;
   auto gmem = [&](int batch, int head) { return lse_of(p, batch, head); };
   produce_values(own, smem.names, smem.lse, smem.lse_nonfinite, gmem, p.lse_stride[2], NEG_INF, lse_origin<float>, await, arrive,
-                 lane);
+                 finish, lane);
 }
-template <class Smem, class Await, class Arrive>
-__device__ __forceinline__ void produce_delta(Own<VARLEN>& own, Smem& smem, Await await, Arrive arrive, int lane) {
+template <class Smem, class Await, class Arrive, class Finish>
+__device__ __forceinline__ void produce_delta(Own<VARLEN>& own, Smem& smem, Await await, Arrive arrive, Finish finish,
+                                              int lane) {
   const Params& p = own.p;
   auto gmem = [&](int batch, int head) { return delta_of(p, batch, head); };
   auto as_it_is = [](float x) { return x; };
-  produce_values(own, smem.names, smem.delta, smem.delta_nonfinite, gmem, 1, 0.f, as_it_is, await, arrive, lane);
+  produce_values(own, smem.names, smem.delta, smem.delta_nonfinite, gmem, 1, 0.f, as_it_is, await, arrive, finish,
+                 lane);
 }
 
 // One lane's work: hands the query tiles of a key tile on to the next key tile, as soon as the warpgroup for dq has added
@@ -308,7 +177,7 @@ __device__ __forceinline__ void pass_turns(const Params& p, Smem& smem, const Wo
 template <class Smem> __device__ __forceinline__ void check_keys(Own<VARLEN>& own, Smem& smem, int lane) {
   constexpr int K_UNITS = sizeof(smem.k) / UNIT_BYTES;
   Ring<1> keys, turn;
-  for_each_tile<false>(own, smem.names, lane, [&](const Work& tile) {
+  for_each_tile<false, !TELLS_VISITS || cfg::DETERMINISTIC>(own, smem.names, lane, [&](const Work& tile) {
     if (!tile.steps()) return;
     mbarrier_wait(&smem.k_full, keys.parity);
     u32 found = 0;
@@ -364,10 +233,11 @@ constexpr bool MARKS_HIDDEN = HIDES_ANYWHERE && cfg::LARGE_HEADS;
 constexpr float MARK = -0.f;
 
 // What lies in memory for each element of a warp's scores, loaded before these are there.
+constexpr bool SEEN_AHEAD = HIDDEN_AHEAD && !TELLS_HIDDEN;
 struct Ahead {
   TransposedPairs<TILE_M> addends;
   u32 place, step_bytes, at;  // STAGED_ADDENDS: whence the lane reads in a tile; those of 16 queries; in which tile
-  TransposedBits<ADDENDS_AHEAD || HIDDEN_AHEAD ? TILE_M : 64> seen;
+  TransposedBits<ADDENDS_AHEAD || SEEN_AHEAD ? TILE_M : 64> seen;
 
   // Of the queries from m0 on, and the warp's keys, of which key0 is the first.
   __device__ __forceinline__ void load(const Params& p, const Head& head, int m0, int key0, int lane) {
@@ -375,7 +245,7 @@ struct Ahead {
     if constexpr (ADDENDS_AHEAD && !STAGED_ADDENDS) {
       addends.load(addend_row(p, head, m0) + key0, addend_row_stride(p), rows, keys, lane);
     }
-    if constexpr (HIDDEN_AHEAD) {
+    if constexpr (SEEN_AHEAD) {
       seen.load(visible_row(p, head, m0) + key0, visible_row_stride(p), rows, keys, lane);
     }
   }
@@ -398,13 +268,17 @@ struct Ahead {
   }
 };
 
+// Whether the shorter series is tried first: where tiles are large, so that elements are what takes time.
+constexpr bool TRIES_TINY = MAY_BE_TINY && !FINDS_HIDDEN && TILE_M > CHUNK;
+
 // p = exp(s - lse), rounded, weights if WEIGHS, and what is hidden if FINDS_HIDDEN. `key` is the lane's first; lse_of(s) is
-// what it needs to know of the queries of step s, as delta_of(s) below.
+// what it needs to know of the queries of step s, as delta_of(s) below; `told` what is hidden, if TELLS_HIDDEN and `hides`; `tiny`
+// whether the warp's products of the key tile have all been, so far.
 template <class LseOf>
 __device__ __forceinline__ void exponentiate(const Params& p, u32 (&p_rmem)[M_STEPS][4], u32 (&weight_rmem)[M_STEPS][4],
                                              HiddenBits& hidden, const float (&s_rmem)[TILE_M / 2],
                                              Ahead& ahead, LseOf lse_of, float scale, const Head& head, int m0,
-                                             int key, bool hides, int lane) {
+                                             int key, bool hides, u32 told, bool& tiny, int lane) {
   auto every_element = [&](auto size, const Scorer& scorer, auto hide) {
 #pragma unroll
     for (int s = 0; s < M_STEPS; s++) {
@@ -430,15 +304,30 @@ __device__ __forceinline__ void exponentiate(const Params& p, u32 (&p_rmem)[M_ST
       if (FINDS_HIDDEN) __syncwarp();  // no more elements at a time than registers hold
     }
   };
+  // body(Known<SIZE>(), hides)
+  auto by_known_size = [&](auto body) {
+    if (TRIES_TINY && tiny && !hides) {
+      Squares squares;
+      body(Known<Size::TINY>{0, &squares}, false);
+      tiny = __all_sync(~0u, squares.tiny(p));
+      if (tiny) return;
+    }
+    by_size(p, s_rmem, [&](auto size) { body(size, hides); });
+  };
+  auto hide_bits = [&](float& x, int, int, int index) {
+    if (hidden[index / 32] >> hidden_place(index) & 1) x = MARK;
+  };
   if constexpr (FINDS_HIDDEN) {
     const int q0 = opaque(m0 + lane % 4 * 2) & ~9;  // which share random bits: the compiler knows then
 #pragma unroll
     for (u32& bits : hidden) bits = 0;
     if constexpr (ADDENDS_AHEAD && !STAGED_ADDENDS) ahead.addends.arrange();
-    if (hides) {
+    if (TELLS_HIDDEN) {
+      if (hides) hidden[0] = told;
+    } else if (hides) {
       const VisibleQueries queries[2] = {visible_queries(p, key, q0, head), visible_queries(p, key + 8, q0, head)};
       bool any = true;
-      if constexpr (HIDDEN_AHEAD) {
+      if constexpr (SEEN_AHEAD) {
         hidden[0] = ~ahead.seen.bits(lane);
         auto all = [](const VisibleQueries& of_key) { return of_key.by_position(0) && of_key.by_position(TILE_M - 7); };
         any = __any_sync(~0u, !(all(queries[0]) && all(queries[1])));
@@ -447,18 +336,21 @@ __device__ __forceinline__ void exponentiate(const Params& p, u32 (&p_rmem)[M_ST
 #pragma unroll
         for (int i = 0; i < TILE_M / 2; i++) {
           const int r = i / 2 % 2, offset = i / 4 * 8 + i % 2;
-          const bool is_seen = HIDDEN_AHEAD ? queries[r].by_position(offset) : queries[r].has(offset);
+          const bool is_seen = SEEN_AHEAD ? queries[r].by_position(offset) : queries[r].has(offset);
           hidden[i / 32] |= u32(!is_seen) << hidden_place(i);
         }
       }
     }
-    by_size(p, s_rmem, [&](auto size) {
-      every_element(size, Scorer(p, head, q0, key), [&](float& x, int, int, int index) {
-        if (hidden[index / 32] >> hidden_place(index) & 1) x = MARK;
-      });
+    by_known_size([&](auto size, bool) { every_element(size, Scorer(p, head, q0, key), hide_bits); });
+  } else if constexpr (TELLS_HIDDEN) {
+    hidden[0] = told;
+    by_known_size([&](auto size, bool hides) {
+      const Scorer scorer(p, head, m0 + lane % 4 * 2, key);
+      if (hides) every_element(size, scorer, hide_bits);
+      else every_element(size, scorer, [](float&, int, int, int) {});
     });
   } else {
-    by_size(p, s_rmem, [&](auto size) {
+    by_known_size([&](auto size, bool hides) {
       if (hides) {
         const int q0 = m0 + lane % 4 * 2;
         const Scorer scorer(p, head, q0, key);
@@ -548,5 +440,18 @@ __device__ __forceinline__ void store_ds(Element (&ds_smem)[CHUNKS][TILE_N][CHUN
     unsigned char* chunk = reinterpret_cast<unsigned char*>(ds_smem[s / 4]);
     stmatrix_x4(chunk + (lane_bytes ^ s % 4 * 2 * UNIT_BYTES), ds_rmem[s][0], ds_rmem[s][1], ds_rmem[s][2],
                 ds_rmem[s][3]);
+  }
+}
+
+// Zeros in the same place.
+template <int CHUNKS>
+__device__ __forceinline__ void zero_ds(Element (&ds_smem)[CHUNKS][TILE_N][CHUNK], int row, int lane) {
+  constexpr int WARP_UNITS = WARP_KEYS * UNITS;
+#pragma unroll
+  for (int c = 0; c < CHUNKS; c++) {
+#pragma unroll
+    for (int i = lane; i < WARP_UNITS; i += WARP) {
+      st_shared_v4(smem_u32(ds_smem[c][row]) + i * UNIT_BYTES, {0, 0, 0, 0});
+    }
   }
 }

@@ -91,7 +91,7 @@ __device__ __forceinline__ void compute_probabilities(Own<VARLEN>& own, Smem& sm
   Ring<1> keys;
   for_each_tile<false>(own, smem.names, lane, [&](const Work& tile) {
     const int steps = tile.steps(), key = tile.n0() + warp_key + lane / 4;
-    bool dv_lacks = false;
+    bool dv_lacks = false, tiny = true;
 #pragma unroll
     for (int i = 0; i < TILE_DV / 2; i++) dv_rmem[i] = 0;
     if (steps) {
@@ -111,7 +111,7 @@ __device__ __forceinline__ void compute_probabilities(Own<VARLEN>& own, Smem& sm
       const bool hides = tile.queries.hides(visit);
       ahead.load(p, head, m0, tile.n0() + warp_key, lane);
       auto lse_of = [&](int s) { return smem.lse[at][s][lane % 4]; };
-      exponentiate(p, p_rmem, weight_rmem, hidden, s_rmem, ahead, lse_of, scale, head, m0, key, hides, lane);
+      exponentiate(p, p_rmem, weight_rmem, hidden, s_rmem, ahead, lse_of, scale, head, m0, key, hides, 0, tiny, lane);
       mbarrier_wait(&smem.p_empty[buffer.index], buffer.parity ^ 1);
 #pragma unroll
       for (int s = 0; s < M_STEPS; s++) {
@@ -272,9 +272,10 @@ template <class Smem> __device__ __forceinline__ void run(Own<VARLEN>& own, Smem
       if (HIDES_KEYS) mbarrier_arrive(&smem.values_full[stage]);
       mbarrier_arrive(&smem.dout_full[stage]);
     };
+    auto finish = [](const Work&, const QueryVisit&, bool, bool, int) {};
     if (warp == 0) produce_tiles(own, smem, lane);
-    else if (warp == 1) produce_lse(own, smem, await, arrive_with_q, lane);
-    else if (warp == 2) produce_delta(own, smem, await, arrive_with_dout, lane);
+    else if (warp == 1) produce_lse(own, smem, await, arrive_with_q, finish, lane);
+    else if (warp == 2) produce_delta(own, smem, await, arrive_with_dout, finish, lane);
     else check_keys(own, smem, lane);
   } else if (warpgroup == 1) {
     setmaxnreg_dec<cfg::DQ_REGISTERS>();

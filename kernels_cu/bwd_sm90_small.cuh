@@ -33,7 +33,10 @@ namespace keys_divided {
 constexpr int CONSUMERS = TILE_N / WG_KEYS;
 
 // Whether lse and delta come to registers under products. Where elements are treated one by one, too few are left.
-constexpr bool VALUES_EARLY = !BY_ELEMENT && !WEIGHS;
+constexpr bool VALUES_EARLY = !FINDS_HIDDEN && !WEIGHS;
+
+// Whether a consumer passes over tiles that are hidden from all of its keys: at the ends of a band.
+constexpr bool PASSES_OVER = ENDS_TWICE && !LISTS_TILES && cfg::PING_PONG && TILE_M == WG_KEYS;
 
 struct Smem : Addends<STAGED_ADDENDS> {
   alignas(1024) Element k[D_CHUNKS][TILE_N][CHUNK];
@@ -49,6 +52,29 @@ struct Smem : Addends<STAGED_ADDENDS> {
   u64 added, passed;  // to dq, and to who adds next, if DETERMINISTIC
   Names names;
   int k_nonfinite, lse_nonfinite[STAGES], delta_nonfinite[STAGES], dout_made_finite[STAGES];
+  Told<TELLS_VISITS || TELLS_HIDDEN> told;
+};
+
+// What a consumer visits of the tiles that are there for its key tile: of each head's, it passes over the first, or the last.
+template <bool> struct Visited {
+  QueryWalk walk;
+  bool front = false, back = false;
+  bool in_turn = true;  // Where one consumer passes over the first and the other over the last, they take as many turns.
+
+  __device__ __forceinline__ Visited(const Params& p, const Work& tile, int consumer) : walk(tile.queries) {
+    const TileRange& all = tile.queries.range;
+    const QueryWalk first = tile.queries.of<WG_KEYS>(p, tile.n0());
+    const QueryWalk second = tile.queries.of<WG_KEYS>(p, tile.n0() + WG_KEYS);
+    in_turn = first.range.end == all.end || second.range.begin == all.begin;
+    walk = consumer ? second : first;
+    front = walk.range.begin != all.begin, back = walk.range.end != all.end;
+  }
+  __device__ __forceinline__ const QueryWalk& of(const Work&) const { return walk; }
+};
+template <> struct Visited<false> {
+  static constexpr bool front = false, back = false, in_turn = false;
+  __device__ __forceinline__ Visited(const Params&, const Work&, int) {}
+  __device__ __forceinline__ const QueryWalk& of(const Work& tile) const { return tile.queries; }
 };
 
 constexpr int TURN_THREADS = CONSUMERS * WARPGROUP;
@@ -57,10 +83,15 @@ template <class Smem>
 __device__ __forceinline__ void produce_tiles(Own<VARLEN>& own, Smem& smem, int lane) {
   const Params& p = own.p;
   Ring<STAGES> stage;
+  Ring<TOLD_VISITS> told;
   Ring<1> keys;
   for_each_step<true>(own, smem.names, lane, [&](const Work& tile, const QueryVisit& visit, bool first, bool) {
     const int at = stage.index, m0 = visit.tile * TILE_M, head = tile.queries.head(visit).head;
     await_as_warp(&smem.empty[at], stage.parity ^ 1);
+    if constexpr (TELLS_VISITS) {
+      if (lane == 0) smem.told.tell(told.index, visit, tile.queries.hides(visit));
+      told.advance();
+    }
     if (must_be_made_finite(smem, tile, visit, at, stage.parity, lane)) {
       load_finite(p, smem.q[at], p.q, p.q_stride, p.head_dim, &smem.q_full[at], m0, head, tile.batch, nullptr, lane);
       load_finite(p, smem.dout[at], p.dout, p.dout_stride, p.head_dim_v, &smem.dout_full[at], m0, head, tile.batch,
@@ -98,6 +129,7 @@ __device__ __forceinline__ void consume(Own<VARLEN>& own, Smem& smem, int consum
   u32 weight_rmem[M_STEPS][4];  // if WEIGHS: dv is on its way with pT when weights are needed
   Ring<STAGES> stage;
   Ring<DS_BUFFERS> buffer;
+  Ring<TOLD_VISITS> told;
   Ring<1> keys;
   ahead.start(own.all(), warp_key, lane);
 
@@ -131,17 +163,57 @@ __device__ __forceinline__ void consume(Own<VARLEN>& own, Smem& smem, int consum
     }
   };
 
-  for_each_tile<false>(own, smem.names, lane, [&](const Work& tile) {
-    const int steps = tile.steps(), key = tile.n0() + warp_key + lane / 4;
+  // Once q of the visit is there.
+  auto told_visit = [&] {
+    if constexpr (!TELLS_VISITS) return QueryVisit{};
+    else return smem.told.visit(told.index);
+  };
+  auto hides_some_of = [&](const QueryWalk& walk, const QueryVisit& visit) {
+    return TELLS_VISITS ? visit.hidden : walk.hides(visit);
+  };
+  auto behind = [&](bool another) {
+    Ring<STAGES> at = stage;
+    if (PASSES_OVER && another) at.advance();
+    return at;
+  };
+
+  auto hidden_told = [&](int at, bool hides) -> u32 {
+    if constexpr (!TELLS_HIDDEN) return 0;
+    else return hides ? told_bits(smem.told.hidden[at][warp_key / BITS_KEYS], lane) : 0;
+  };
+
+  // What is left to do for a tile that is hidden from all of the consumer's keys: the next.
+  auto pass_over = [&](bool in_turn) {
+    mbarrier_wait(&smem.q_full[stage.index], stage.parity);
+    mbarrier_wait(&smem.dout_full[stage.index], stage.parity);
+    mbarrier_wait(&smem.ds_empty[buffer.index], buffer.parity ^ 1);
+    zero_ds(smem.ds[buffer.index], warp_key, lane);
+    fence_proxy_async_shared();
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(&smem.ds_full[buffer.index]);
+    if (lane == 0) mbarrier_arrive(&smem.empty[stage.index]);
+    stage.advance();
+    buffer.advance();
+    if (!in_turn) return;
+    named_barrier_sync(TURN + consumer, TURN_THREADS);
+    named_barrier_arrive(TURN + (consumer + 1) % CONSUMERS, TURN_THREADS);
+  };
+
+  for_each_tile<false, !TELLS_VISITS>(own, smem.names, lane, [&](const Work& tile) {
+    const Visited<PASSES_OVER> visited(p, tile, consumer);
+    const QueryWalk& walk = visited.of(tile);
+    const int steps = walk.visits, key = tile.n0() + warp_key + lane / 4;
 #pragma unroll
     for (int i = 0; i < TILE_D / 2; i++) dk_rmem[i] = 0;
 #pragma unroll
     for (int i = 0; i < TILE_DV / 2; i++) dv_rmem[i] = 0;
     if (steps) {
       mbarrier_wait(&smem.k_full, keys.parity);
-      mbarrier_wait(&smem.q_full[stage.index], stage.parity);
+      const Ring<STAGES> at = behind(visited.front);
+      mbarrier_wait(&smem.q_full[at.index], at.parity);
       wgmma_fence();
-      multiply_scores(stage.index);
+      multiply_scores(at.index);
+      if (PASSES_OVER && visited.front) pass_over(visited.in_turn);
       mbarrier_wait(&smem.dout_full[stage.index], stage.parity);
       load_early(lse_rmem, smem.lse[stage.index]);
       wgmma_wait<0>();
@@ -149,19 +221,23 @@ __device__ __forceinline__ void consume(Own<VARLEN>& own, Smem& smem, int consum
       mbarrier_wait(&smem.v_full, keys.parity);
       keys.advance();
     }
-    QueryVisit visit = tile.queries.start(p);
-    if (steps) ahead.load(p, tile.queries.head(visit), visit.tile * TILE_M, tile.n0() + warp_key, lane);
-    bool dv_lacks = false;
+    QueryVisit visit;
+    if (!TELLS_VISITS) visit = walk.start(p);
+    else if (steps) visit = told_visit();
+    if (steps) ahead.load(p, walk.head(visit), visit.tile * TILE_M, tile.n0() + warp_key, lane);
+    bool dv_lacks = false, tiny = true;
     for (int step = 1; step <= steps; step++) {
       const int at = stage.index, m0 = visit.tile * TILE_M;
       const bool last = step == steps;
-      const Head head = tile.queries.head(visit);
-      const bool hides = tile.queries.hides(visit);
-      if (HIDES_KEYS && hides) dv_lacks |= smem.dout_made_finite[at];
+      const Head head = walk.head(visit);
+      const bool hides = hides_some_of(walk, visit);
+      const bool hides_any = PASSES_OVER ? tile.queries.hides(visit) : hides;  // of both consumers' keys
+      if (HIDES_KEYS && hides_any) dv_lacks |= smem.dout_made_finite[at];
       auto lse_of = [&](int s) { return VALUES_EARLY ? lse_rmem[s] : smem.lse[at][s][lane % 4]; };
       auto delta_of = [&](int s) { return VALUES_EARLY ? delta_rmem[s] : smem.delta[at][s][lane % 4]; };
       if constexpr (STAGED_ADDENDS) ahead.at = smem_u32(&smem.addends[at]);
-      exponentiate(p, a_rmem, weight_rmem, hidden, s_rmem, ahead, lse_of, scale, head, m0, key, hides, lane);
+      exponentiate(p, a_rmem, weight_rmem, hidden, s_rmem, ahead, lse_of, scale, head, m0, key, hides,
+                   hidden_told(at, hides), tiny, lane);
       multiply_dp_and_dv(at);
       load_early(delta_rmem, smem.delta[at]);
       wgmma_wait<1>();
@@ -180,6 +256,7 @@ __device__ __forceinline__ void consume(Own<VARLEN>& own, Smem& smem, int consum
       round_ds();
       store_ds(smem.ds[buffer.index], a_rmem, warp_key, lane);
       stage.advance();
+      told.advance();
 
       if (cfg::PING_PONG) named_barrier_sync(TURN + consumer, TURN_THREADS);
       wgmma_hold(a_rmem);
@@ -188,19 +265,23 @@ __device__ __forceinline__ void consume(Own<VARLEN>& own, Smem& smem, int consum
       accumulate_over_queries<TILE_D>(dk_rmem, a_rmem,
                                       descriptor_mn_major(smem_u32(smem.q[at]), sizeof(smem.q[0][0])));
       wgmma_commit();
-      if (!last) mbarrier_wait(&smem.q_full[stage.index], stage.parity);
+      const bool passes_over = PASSES_OVER && !last && visit.tile + 1 == walk.range.end && (visited.front || visited.back);
+      const Ring<STAGES> next_stage = behind(passes_over);
+      if (!last) mbarrier_wait(&smem.q_full[next_stage.index], next_stage.parity);
       wgmma_fence();
-      multiply_scores(last ? at : stage.index);
-      if constexpr (HIDDEN_AHEAD) {
+      multiply_scores(last ? at : next_stage.index);
+      if constexpr (SEEN_AHEAD) {
         QueryVisit next = visit;
-        tile.queries.advance(p, next);
-        if (!last) ahead.load(p, tile.queries.head(next), next.tile * TILE_M, tile.n0() + warp_key, lane);
+        if (!TELLS_VISITS) walk.advance(p, next);
+        else if (!last) next = told_visit();
+        if (!last) ahead.load(p, walk.head(next), next.tile * TILE_M, tile.n0() + warp_key, lane);
       }
       if (cfg::PING_PONG) named_barrier_arrive(TURN + (consumer + 1) % CONSUMERS, TURN_THREADS);
       fence_proxy_async_shared();  // now that products hide how long it takes
       __syncwarp();
       if (lane == 0) mbarrier_arrive(&smem.ds_full[buffer.index]);
       buffer.advance();
+      if (passes_over) pass_over(visited.in_turn);
       if (!last) mbarrier_wait(&smem.dout_full[stage.index], stage.parity);
       load_early(lse_rmem, smem.lse[last ? at : stage.index]);
       wgmma_wait<0>();
@@ -208,8 +289,10 @@ __device__ __forceinline__ void consume(Own<VARLEN>& own, Smem& smem, int consum
       wgmma_hold(a_rmem);
       wgmma_hold(dk_rmem);
       if (lane == 0) mbarrier_arrive(&smem.empty[at]);
-      tile.queries.advance(p, visit);
+      if (!TELLS_VISITS) walk.advance(p, visit);
+      else if (!last) visit = told_visit();
     }
+    if (PASSES_OVER && visited.back) pass_over(visited.in_turn);
     if (steps && lane == 0) mbarrier_arrive(&smem.k_empty);
     store_gradient<TILE_DV>(p, p.dv, p.dv_stride, tile, warp_key, p.seqlen_k, p.head_dim_v, dv_rmem, kept_scale(p),
                             lane);
@@ -252,11 +335,36 @@ template <class Smem> __device__ __forceinline__ void run(Own<VARLEN>& own, Smem
     auto await = [&](const Ring<STAGES>& stage) { mbarrier_wait(&smem.empty[stage.index], stage.parity ^ 1); };
     auto arrive = [&](int stage) {
       if (HIDES_KEYS) mbarrier_arrive(&smem.values_full[stage]);
-      mbarrier_arrive(&smem.dout_full[stage]);
+      if (!TELLS_HIDDEN) mbarrier_arrive(&smem.dout_full[stage]);
+    };
+    // Each of the two that load values looks at half of the keys.
+    int buffer = 0;
+    auto finish = [&](const Work& tile, const QueryVisit& visit, bool first, bool last, int stage) {
+      if constexpr (TELLS_HIDDEN) {
+        const int finder = warp - 1, n0 = tile.n0() + finder * FOUND_KEYS, m0 = visit.tile * TILE_M;
+        HiddenBlock* hidden = smem.told.hidden[stage] + finder * (FOUND_KEYS / BITS_KEYS);
+        const Head at = tile.queries.head(visit);
+        if constexpr (HIDDEN_AHEAD) {
+          VisibleBytes& bytes = smem.told.bytes[finder];
+          if (first) request_bytes(own.p, bytes, buffer, at, m0, n0, lane);
+          QueryVisit next = visit;
+          tile.queries.advance(own.p, next);
+          if (last) cp_async_commit();
+          else request_bytes(own.p, bytes, buffer ^ 1, tile.queries.head(next), next.tile * TILE_M, n0, lane);
+          cp_async_wait<1>();
+          __syncwarp();
+          find_in_bytes(own.p, hidden, bytes, buffer, at, m0, n0, lane);
+          buffer ^= 1;
+        } else if (tile.queries.hides(visit)) {
+          find_hidden(own.p, hidden, at, m0, n0, lane);
+        }
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(&smem.dout_full[stage]);
+      }
     };
     if (warp == 0) produce_tiles(own, smem, lane);
-    else if (warp == 1) produce_lse(own, smem, await, arrive, lane);
-    else if (warp == 2) produce_delta(own, smem, await, arrive, lane);
+    else if (warp == 1) produce_lse(own, smem, await, arrive, finish, lane);
+    else if (warp == 2) produce_delta(own, smem, await, arrive, finish, lane);
     else check_keys(own, smem, lane);
   } else if (warpgroup == 1) {
     setmaxnreg_dec<cfg::DQ_REGISTERS>();

@@ -117,15 +117,21 @@ template <class Smem> __device__ __forceinline__ void accumulate_dq(Own<VARLEN>&
   const int thread = threadIdx.x % WARPGROUP;
   const u64 k = descriptor_mn_major(smem_u32(smem.k), 0);
   Ring<DS_BUFFERS> buffer;
+  Ring<TOLD_VISITS> told;
   Ring<1> keys, passed;
-  for_each_step<false>(own, smem.names, thread % WARP, [&](const Work& tile, const QueryVisit& visit, bool first, bool last) {
-    const Head at = tile.queries.head(visit);
-    const int head = at.head, m_block = visit.tile;
+  auto step = [&](const Work& tile, QueryVisit visit, bool first, bool last) {
     if (first) {
       mbarrier_wait(&smem.k_checked, keys.parity);
       keys.advance();
     }
     mbarrier_wait(&smem.ds_full[buffer.index], buffer.parity);
+    if constexpr (TELLS_VISITS) {
+      visit = smem.told.visit(told.index);
+      told.advance();
+    }
+    const Head at = tile.queries.head(visit);
+    const int head = at.head, m_block = visit.tile;
+    const bool hides = TELLS_VISITS ? visit.hidden : tile.queries.hides(visit);
     auto take_turn = [&] {
       if (!cfg::DETERMINISTIC) return;
       const int own = KeyWalk(p, at, m_block * TILE_M).behind(tile.n_block);
@@ -137,7 +143,7 @@ template <class Smem> __device__ __forceinline__ void accumulate_dq(Own<VARLEN>&
       mbarrier_arrive(&smem.ds_empty[buffer.index]);
       if (last) mbarrier_arrive(&smem.k_empty);
     };
-    if (tile.queries.hides(visit) && smem.k_nonfinite) {
+    if (hides && smem.k_nonfinite) {
       take_turn();
       add_dq_exactly(p, smem, buffer.index, tile, head, m_block, thread);
       done();
@@ -162,7 +168,8 @@ template <class Smem> __device__ __forceinline__ void accumulate_dq(Own<VARLEN>&
       if (thread % WARP == 0) mbarrier_arrive(&smem.added);
     }
     buffer.advance();
-  });
+  };
+  for_each_step<false, !TELLS_VISITS>(own, smem.names, thread % WARP, step);
 }
 
 // ---- dk and dv to global memory -------------------------------------------------------------------------------------
@@ -194,18 +201,19 @@ __device__ __forceinline__ void zero_unvisited_dq(const Params& p, const Work& t
 // What was left out of do, added to dv as stored of the warp's 16 keys, the first of them `row` of the tile.
 __device__ __forceinline__ void add_nonfinite_to_dv(const Params& p, const Work& tile, int row, int lane) {
   __syncwarp();
+  const QueryWalk& queries = TELLS_VISITS ? QueryWalk(p, tile.batch, tile.head_kv, tile.n0()) : tile.queries;
   const int first = tile.n0() + row, keys = min(WARP_KEYS, p.seqlen_k - first);
   Element* dv_gmem = p.dv + k_begin(p, tile.batch, p.dv_stride) + first * p.dv_stride[1] + tile.head_kv * p.dv_stride[2];
 #pragma unroll 1
   for (int i = lane; i < keys * p.head_dim_v; i += WARP) {
     const int key = i / p.head_dim_v, column = i - key * p.head_dim_v;
     float sum = 0;
-    QueryVisit visit = tile.queries.start(p);
+    QueryVisit visit = queries.start(p);
 #pragma unroll 1
-    for (int step = 0; step < tile.steps() && sum == sum; step++, tile.queries.advance(p, visit)) {
-      const Head at = tile.queries.head(visit);
+    for (int step = 0; step < queries.visits && sum == sum; step++, queries.advance(p, visit)) {
+      const Head at = queries.head(visit);
       const Element* dout_gmem = p.dout + q_begin(p, tile.batch, p.dout_stride) + at.head * p.dout_stride[2] + column;
-      const int end = tile.queries.hides(visit) ? min((visit.tile + 1) * TILE_M, p.seqlen_q) : 0;
+      const int end = queries.hides(visit) ? min((visit.tile + 1) * TILE_M, p.seqlen_q) : 0;
 #pragma unroll 4
       for (int m = visit.tile * TILE_M; m < end; m++) {
         const Element x = dout_gmem[m * p.dout_stride[1]];

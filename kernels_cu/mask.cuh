@@ -12,6 +12,7 @@
 constexpr bool BOUND_LEFT = cfg::WINDOW_LEFT, BOUND_RIGHT = cfg::CAUSAL || cfg::WINDOW_RIGHT;
 // Whether kv_range depends on the rows. If not, all warps of a query tile walk the same key tiles.
 constexpr bool ROWS_DIFFER = BOUND_LEFT || BOUND_RIGHT;
+constexpr bool ENDS_TWICE = BOUND_LEFT;
 // Whether a key that exists may be hidden from some row.
 constexpr bool HIDES_ANYWHERE = cfg::MASK || cfg::MASK_MOD;  // apart from its position
 constexpr bool HIDES_KEYS = ROWS_DIFFER || HIDES_ANYWHERE || VARLEN;  // those behind a sequence are another's
@@ -20,13 +21,16 @@ constexpr bool SHARES_FACTS = cfg::FACTS;  // of a function, among the lanes of 
 constexpr bool LISTS_TILES = cfg::BLOCK_MASK;  // whether memory has what a walk visits, and which tiles hide something
 // Whether keys that exist may be hidden in any tile: no block mask tells in which.
 constexpr bool HIDES_IN_ANY_TILE = cfg::MASK || (cfg::MASK_MOD && !cfg::BLOCK_MASK);
+// Whether elements are hidden apart from their position in tiles alone that memory lists: few, which one may look at ahead.
+constexpr bool HIDES_IN_LISTED_TILES = HIDES_ANYWHERE && !HIDES_IN_ANY_TILE;
 // Whether a walk over keys starts at the diagonal, goes to the first key, and then from the last one back: what is
 // added to scores, or by a function, is mostly largest there, so that they fall or stay below what was seen.
 constexpr bool STARTS_INSIDE = (cfg::ALIBI || cfg::SCORE_MOD) && !HIDES_KEYS;
 // Whether scores rise step by step on the way from the last key to the diagonal.
 constexpr bool RISES = cfg::ALIBI && !BOUND_RIGHT && !STARTS_INSIDE;
 // Whether elements differ in more than their distance from the diagonal: what it takes to compute them is much code.
-constexpr bool BY_ELEMENT = HIDES_ANYWHERE || cfg::BIAS || cfg::SCORE_MOD || cfg::DROPOUT;
+constexpr bool SCORES_BY_ELEMENT = cfg::BIAS || cfg::SCORE_MOD || cfg::DROPOUT;
+constexpr bool BY_ELEMENT = HIDES_ANYWHERE || SCORES_BY_ELEMENT;  // or are hidden
 // Whether what an element adds to its score, and whether it is hidden, can be read 16 bytes at a time of a row of keys:
 // Hopper's kernels do that ahead of the scores.
 constexpr bool ADDENDS_AHEAD = cfg::BIAS && cfg::WIDE_BIAS;
@@ -90,25 +94,25 @@ __device__ __forceinline__ TileRange kv_range(const Params& p, int m0, int rows 
   return range;
 }
 
-// The query tiles that the key rows [n0, n0 + TILE_N) visit. Query rows past seqlen_q count as visible: the kernels
+// The query tiles that the key rows [n0, n0 + KEYS) visit. Query rows past seqlen_q count as visible: the kernels
 // give them lse = +inf, so that p = exp(s - lse) is 0 there without a predicate. Not so with VARLEN, where they may be
 // another sequence's.
-__device__ __forceinline__ TileRange q_range(const Params& p, int n0) {
+template <int KEYS = cfg::TILE_N> __device__ __forceinline__ TileRange q_range(const Params& p, int n0) {
   const int end = (int)(((i64)p.seqlen_q + cfg::TILE_M - 1) / cfg::TILE_M);
   TileRange range = {0, 0, end, end};
   if constexpr (BOUND_RIGHT) {
     const int shift = right_shift(p);
     range.begin = min(max(n0 - shift, 0) / cfg::TILE_M, end);
-    range.full_begin = min(ceil_div(max(n0 + cfg::TILE_N - 1 - shift, 0), cfg::TILE_M), end);
+    range.full_begin = min(ceil_div(max(n0 + KEYS - 1 - shift, 0), cfg::TILE_M), end);
   }
   if constexpr (BOUND_LEFT) {
-    const int end_of_last = min(max(min(n0 + cfg::TILE_N, p.seqlen_k) - left_shift(p), 0), p.seqlen_q);
+    const int end_of_last = min(max(min(n0 + KEYS, p.seqlen_k) - left_shift(p), 0), p.seqlen_q);
     const int end_of_first = n0 - left_shift(p) + 1;
     range.end = max(ceil_div(end_of_last, cfg::TILE_M), range.begin);
     range.full_end = end_of_first >= p.seqlen_q ? range.end : max(end_of_first, 0) / cfg::TILE_M;
   }
   if (VARLEN) range.full_end = min(range.full_end, p.seqlen_q / cfg::TILE_M);
-  if (n0 + cfg::TILE_N > p.seqlen_k) range.full_begin = range.end;
+  if (n0 + KEYS > p.seqlen_k) range.full_begin = range.end;
   // The compiler shall not know that no tile is full: where it sees no branch, it starts too much at once.
   if (HIDES_IN_ANY_TILE) range.full_begin = opaque(range.end);
   return range;
@@ -207,6 +211,9 @@ struct QueryWalk {
   int n_block, visits;
 
   QueryWalk() = default;
+  // Who is told the visits has no walk of its own.
+  __device__ __forceinline__ QueryWalk(const Params& p, int batch, int kv_head, int n0, int visits)
+    : range(q_range(p, n0)), first{batch, kv_head * p.qheads_per_kv}, n_block(n0 / cfg::MASK_BLOCK_N), visits(visits) {}
   __device__ __forceinline__ QueryWalk(const Params& p, int batch, int kv_head, int n0)
     : range(q_range(p, n0)), first{batch, kv_head * p.qheads_per_kv}, n_block(n0 / cfg::MASK_BLOCK_N) {
     if constexpr (!cfg::BLOCK_MASK) {
@@ -220,6 +227,19 @@ struct QueryWalk {
       }
       visits *= p.qheads_per_kv / different;
     }
+  }
+  // That of some of the keys, KEYS from n0 on: all of it where they see nothing.
+  template <int KEYS> __device__ __forceinline__ QueryWalk of(const Params& p, int n0) const {
+    QueryWalk part = *this;
+    const TileRange own = q_range<KEYS>(p, n0);
+    if (own.begin < own.end) part.range = own, part.visits = (own.end - own.begin) * p.qheads_per_kv;
+    return part;
+  }
+  // How many blocks of queries the first of the heads lists.
+  static __device__ __forceinline__ int listed(const Params& p, int batch, int kv_head, int n0) {
+    QueryWalk walk;
+    walk.first = {batch, kv_head * p.qheads_per_kv}, walk.n_block = n0 / cfg::MASK_BLOCK_N;
+    return walk.list(p, 0).count;
   }
   __device__ __forceinline__ Head head(const QueryVisit& visit) const { return {first.batch, first.head + visit.group_head}; }
   __device__ __forceinline__ QueryVisit start(const Params& p) const {
@@ -344,6 +364,7 @@ template <int COUNT> struct Facts {
   __device__ __forceinline__ cfg::Fact of_quad(int offset, int lane) const {
     return __shfl_sync(~0u, own[offset / LANES], offset % LANES + lane % 4 * 2);
   }
+  __device__ __forceinline__ cfg::Fact of(int offset) const { return __shfl_sync(~0u, own[offset / LANES], offset % LANES); }
 };
 
 // HIDDEN_AHEAD: a row of the array, from its first key on; 1 where a key is visible. And how far rows lie apart.
@@ -365,6 +386,21 @@ struct VisibleKeys {
   }
   __device__ __forceinline__ bool has(int offset, cfg::Fact fact) const {
     return (by_position(offset) && listed.has(offset)) & chosen.has(offset, fact);
+  }
+};
+// What functions choose of COUNT keys from `first` on, for a warp whose lanes ask for their queries at once.
+template <int COUNT, bool = SHARES_FACTS> struct ChosenKeys {
+  Facts<COUNT> facts;
+  __device__ __forceinline__ ChosenKeys(const Params& p, const Head& at, int first, int lane) : facts(p, at, first, lane) {}
+  // Key `first` + i, which is kv0 + offset.
+  __device__ __forceinline__ bool has(const VisibleKeys& of_query, int offset, int i) const {
+    return of_query.chosen.has(offset, facts.of(i));
+  }
+};
+template <int COUNT> struct ChosenKeys<COUNT, false> {
+  __device__ __forceinline__ ChosenKeys(const Params&, const Head&, int, int) {}
+  __device__ __forceinline__ bool has(const VisibleKeys& of_query, int offset, int) const {
+    return of_query.chosen.has(offset);
   }
 };
 __device__ __forceinline__ VisibleKeys visible_keys(const Params& p, int q_idx, int kv0, const Head& at = {}) {

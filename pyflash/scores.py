@@ -32,7 +32,18 @@ def smem_bytes(problem: Problem, kernel: Kernel, row: Row, tile_d: int, tile_dv:
     """Of a CTA, with the rows of a bias, if they pass through."""
     itemsize = problem.dtype.itemsize
     bias = row.stages * row.tile_m * row.tile_n * itemsize if stages_bias(problem, kernel, row) else 0
-    return bias + kernel.smem_bytes(row, tile_d, tile_dv, itemsize)
+    told = _told_bytes(problem, row) if kernel.tells_masks and not dict(row.knobs)["LARGE_HEADS"] else 0
+    return bias + told + kernel.smem_bytes(row, tile_d, tile_dv, itemsize)
+
+
+def _told_bytes(problem: Problem, row: Row) -> int:
+    """Of visits, of bits of what is hidden, and of bytes of a mask on their way to these: two tiles, by halves."""
+    of_array = wide(problem, "mask") and not problem.option("mask_mod")
+    if not of_array and not problem.option("block_mask"):
+        return 0
+    visits, bits = 8 * 8, row.stages * row.tile_m * row.tile_n // 8
+    units = of_array * 2 * 2 * row.tile_m * (row.tile_n // 2 + 16)
+    return -(-(units + visits + bits) // 1024) * 1024
 
 
 def stages_bias(problem: Problem, kernel: Kernel, row: Row) -> bool:
@@ -59,9 +70,11 @@ def bias_box(problem: Problem, row: Row, queries: int, pack: int = 1) -> tuple[t
 
 def facts(problem: Problem, kernel: Kernel) -> tuple[tuple[str, tuple[str, ...], Graph], ...]:
     """Functions, with their arguments: what mask_mod reads for a key whatever the query is, and the rest. A lane of
-    Hopper's forward has many keys, so that lanes share them out; of the backward's fewer queries it reads its own."""
+    Hopper's forward, and of what looks for hidden elements in the backward, has many keys, so that lanes share them
+    out; of the fewer queries of the backward's accumulators it reads its own."""
     mod = problem.option("mask_mod")
-    parts = shared(mod.graph, "kv_idx") if mod and kernel.only_capability and not problem.backward else None
+    shares = kernel.only_capability and (not problem.backward or problem.option("block_mask"))
+    parts = shared(mod.graph, "kv_idx") if mod and shares else None
     arguments = ("batch", "head", "kv_idx"), (*INPUTS["mask_mod"], "fact")
     return tuple(zip(("mask_mod_fact", "mask_mod_knowing"), arguments, parts, strict=True)) if parts else ()
 

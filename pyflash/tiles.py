@@ -43,6 +43,7 @@ class Kernel:
     pad: int  # head_dim and head_dim_v are padded to a multiple of this in shared memory and registers
     smem_bytes: Callable[[Row, int, int, int], int]  # (row, TILE_D, TILE_DV, bytes of an element) -> sizeof(Smem)
     rows: tuple[Row, ...]
+    tells_masks: bool = False  # consumers are told through shared memory what masks hide
     stages_bias: bool = False  # rows of a bias that are read 16 bytes at a time pass through shared memory, padded
     spill_bytes: int = 0  # the most that a variant may spill, stores and loads together, with any NVRTC
     option_spill_bytes: int = 0  # the same where features other than causal are on
@@ -488,6 +489,7 @@ KERNELS: dict[str, Kernel] = {
         only_capability=(9, 0),
         pad=16,
         smem_bytes=_bwd_sm90_smem,
+        tells_masks=True,
         rows=(
             _bwd_sm90(64, 128, 128, 3, "in turns +4 to +7 % from 4k on", ping_pong=True, causal=False, plain=True),
             _bwd_sm90(64, 128, 128, 3, "64 queries -3 to -6 % from 4k on", causal=True, plain=True),

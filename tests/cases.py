@@ -433,7 +433,7 @@ CASES: dict[str, Case] = {
     "row offsets": Case(values="row offsets"),
     "gradient of lse": Case(options=CAUSAL, dlse=True),
     "window": Case(seqlen_q=150, seqlen_k=200, options=(("window", (40, 20)),)),
-    "window, causal": Case(seqlen_q=200, seqlen_k=200, heads_q=4, options=(("window", (30, 0)),)),
+    "window, causal": Case(1, 260, 260, 4, 2, 128, 128, options=(("window", (130, 0)),)),
     "window to the left": Case(seqlen_q=200, seqlen_k=170, options=(("window", (50, None)),), values="rising"),
     "window to the right": Case(seqlen_q=120, seqlen_k=260, options=(("window", (None, 30)),), values="rising"),
     "window of one key": Case(seqlen_q=140, seqlen_k=150, options=(("window", (0, 0)),), dlse=True),
