@@ -88,6 +88,7 @@ fwd_sm90(const __grid_constant__ Params params) {
   int before, behind;           // how many of the output tile's walk lie before them, and behind
   float slope[2];               // ALIBI: of the heads of the lane's rows
   bool tiny = true;             // MAY_BE_TINY: whether the warp's products of this output tile have all been
+  bool alike = false;           // whether a mask function says the same of all rows of the warp
   bool unchecked = false;       // whether o has products of masked tiles that were not looked through
 
   // ---- The lane's two rows of an output tile
@@ -108,8 +109,8 @@ fwd_sm90(const __grid_constant__ Params params) {
     return found;
   };
 
-  auto find_range = [&](const Params& p) {
-    return warpgroup_keys(p, tile_keys(p, work), {work.batch, work.head}, work.m0 + wg * WG_QUERIES);
+  auto find_range = [&](const Params& p, const Work& work, const KeyWalk& all) {
+    return warpgroup_keys(p, all, {work.batch, work.head}, work.m0 + wg * WG_QUERIES);
   };
 
   // ---- The walk's tiles. What memory has of them is read a step ahead
@@ -147,7 +148,8 @@ fwd_sm90(const __grid_constant__ Params params) {
 #pragma unroll
     for (int r = 0; r < 2; r++) slope[r] = slope_of(p, {work.batch, head(work, r)});
     const KeyWalk all = tile_keys(p, work);
-    range = find_range(p);
+    range = find_range(p, work, all);
+    if constexpr (MAY_BE_ALIKE) alike = rows_alike(p, {work.batch, work.head}, query(work, 0), query(work, 1));
     before = all.end - range.end;
     behind = range.begin - all.begin;
     if (range.begin < range.end) {
@@ -207,17 +209,20 @@ fwd_sm90(const __grid_constant__ Params params) {
     const int kv0 = first_key(n);
     const VisibleKeys keys[2] = {visible_keys(p, query(work, 0), kv0, {work.batch, head(work, 0)}),
                                  visible_keys(p, query(work, 1), kv0, {work.batch, head(work, 1)})};
-    bool any = true;
+    auto all = [&](const VisibleKeys& row) { return row.by_position(0) && row.by_position(TILE_N - 7); };
 #pragma unroll
     for (int r = 0; r < 2; r++) hidden[r] = 0;
     if constexpr (HIDDEN_AHEAD) {
 #pragma unroll
       for (int r = 0; r < 2; r++) hidden[r] = ~seen[r].bits(lane);
-      auto all = [&](const VisibleKeys& row) { return row.by_position(0) && row.by_position(TILE_N - 7); };
-      any = __any_sync(~0u, !(all(keys[0]) && all(keys[1])));
+      if (!__any_sync(~0u, !(all(keys[0]) && all(keys[1])))) return;
     }
-    if (!any) return;
-    note_hidden<Bits>(p, hidden, keys, {work.batch, work.head}, tile(n) * TILE_N, lane);
+    const Head at = {work.batch, work.head};
+    if (MAY_BE_ALIKE && __all_sync(~0u, alike && (!ROWS_DIFFER || (all(keys[0]) && all(keys[1]))))) {
+      hidden[0] = hidden[1] = hidden_alike<Bits>(p, at, query(work, 0), tile(n) * TILE_N, lane);
+    } else {
+      note_hidden<Bits>(p, hidden, keys, at, tile(n) * TILE_N, lane);
+    }
   };
   // While products are on their way.
   auto prepare = [&](int n) {
@@ -341,7 +346,7 @@ fwd_sm90(const __grid_constant__ Params params) {
     const Scorer scorers[2] = {{p, {work.batch, head(work, 0)}, query(work, 0), kv0, side(n) * slope[0]},
                                {p, {work.batch, head(work, 1)}, query(work, 1), kv0, side(n) * slope[1]}};
     auto take = [&](auto size, auto fits) {
-      return softmax.take_stale<SCORES_HIDE>(s_rmem, [&](float qk, int i, float origin) {
+      return softmax.take_stale<SCORES_HIDE || HIDES_PLAINLY>(s_rmem, [&](float qk, int i, float origin) {
         const auto known = size.template with<true>(addend(i));
         return scorers[i / 2 % 2].exponent(qk, scale, origin, 0, i / 4 * 8 + i % 2, known);
       }, fits);
@@ -390,7 +395,7 @@ fwd_sm90(const __grid_constant__ Params params) {
     const KeyWalk next_range = range;
     const auto found = own_of(done);
     work = done;
-    range = find_range(found.p);
+    range = find_range(found.p, work, tile_keys(found.p, work));
     redo_output(range.begin);
     work = next, range = next_range;
   };
@@ -431,17 +436,22 @@ fwd_sm90(const __grid_constant__ Params params) {
     if (raised) rescale(factor);
     round_p(n);
   };
-  auto full_step = [&](int n) {
+  auto hide_plainly = [&](int n) {
+    if (HIDES_PLAINLY && hides(n)) hide(n);
+  };
+  auto full_step = [&](int n) {  // HIDES_PLAINLY: or one that hides something
+    hide_plainly(n);
     const bool outgrown = take_stale(n);
     rising = outgrown;
     if (!outgrown) release_k(n);
     finish_output();
-    if constexpr (!ENDS_HIDDEN) make_hidden_harmless(n + 1);
+    if constexpr (!ENDS_HIDDEN && !HIDES_PLAINLY) make_hidden_harmless(n + 1);
     if (outgrown) {
       float factor[2];
       compute_again();
       modify(n);
-      softmax.take_raised<SCORES_HIDE>(s_rmem, scale, factor);
+      hide_plainly(n);
+      softmax.take_raised<SCORES_HIDE || HIDES_PLAINLY>(s_rmem, scale, factor);
       rescale(factor);
       release_k(n);
     }
@@ -532,7 +542,7 @@ fwd_sm90(const __grid_constant__ Params params) {
     first_step(range.end - 1);
     for (int n = range.end - 2; !cfg::ONE_KEY_TILE && n >= range.begin; n--) {
       look_up(n);
-      const bool full = !RAISES && !hides(n) && side(n);
+      const bool full = HIDES_PLAINLY || (!RAISES && !hides(n) && side(n));
       if constexpr (ADAPTS) {
         start_step(n);
         adapting_step(n, full);
@@ -547,6 +557,7 @@ fwd_sm90(const __grid_constant__ Params params) {
 
     start_output();
     finish_rows(inverse);
+    if constexpr (HIDES_PLAINLY) finish_output(), make_hidden_harmless(range.begin);  // long code, in one place
     const Work done = work;
     const int rest = behind, stage = q.index();
     // Else loads wait for the rest, q for loads.
@@ -559,18 +570,20 @@ fwd_sm90(const __grid_constant__ Params params) {
     }
     if (scored) {
       start_scores();
-      wgmma_wait<1>();
-      hold_output();
-      release_v();
+      if constexpr (!HIDES_PLAINLY) {
+        wgmma_wait<1>();
+        hold_output();
+        release_v();
+      }
       if constexpr (ENDS_HIDDEN) make_all_hidden_harmless(done);
       store(done, stage, inverse);
       wgmma_wait<0>();
       wgmma_hold(s_rmem);
       finish_store(stage);
     } else {
-      finish_output();
+      if constexpr (!HIDES_PLAINLY) finish_output();
       if constexpr (ENDS_HIDDEN) make_all_hidden_harmless(done);
-      else make_hidden_harmless(range.begin);
+      else if constexpr (!HIDES_PLAINLY) make_hidden_harmless(range.begin);
       skip(rest);
       store(done, stage, inverse);
       finish_store(stage);

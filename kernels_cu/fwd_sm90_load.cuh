@@ -17,15 +17,20 @@ constexpr int D_STEPS = TILE_D / 16, KEY_STEPS = TILE_N / 16;  // steps of a pro
 constexpr int CONSUMER_WARPS = CONSUMERS * WARPGROUP / WARP;
 // Not where tiles take differently long.
 constexpr bool PING_PONG = cfg::PING_PONG && CONSUMERS > 1 && !LISTS_TILES;
+// Whether masks are all that there is of options, so that they hide in products as they come, and the reference may be
+// stale where they do.
+constexpr bool HIDES_PLAINLY = HIDES_ANYWHERE && !cfg::SCALE_FIRST;
 // Whether every step looks for the maximum: a stale reference would be outgrown again and again, or where masks hide
-// elements it would take much code to compute scores anew.
-constexpr bool RAISES = RISES || HIDES_IN_ANY_TILE;
+// elements of other scores it would take much code to compute these anew.
+constexpr bool RAISES = RISES || (HIDES_IN_ANY_TILE && !HIDES_PLAINLY);
 // Whether steps do so after one whose reference was outgrown, until one need not raise it: what scores do along a row
 // is anybody's guess.
 constexpr bool ADAPTS = SCORES_HIDE && !RAISES;
 // Whether the last tile of a walk often hides keys, so that o is looked through when the next output tile has begun.
 // What is computed by elements has no registers for it.
 constexpr bool ENDS_HIDDEN = BOUND_LEFT && !BY_ELEMENT;
+// Whether a mask may hide the same from all rows of a warp, and that is seen.
+constexpr bool MAY_BE_ALIKE = QUERIES_MAY_BE_ALIKE && cfg::PACK == 1;
 constexpr bool DYNAMIC = cfg::DYNAMIC || WALKS_DIFFER;  // whether tiles are handed out as CTAs get free
 // Whether o goes out by TMA, through the place of its q: where a warp's rows are a box of an array that ends with them,
 // and registers are enough.
@@ -115,7 +120,7 @@ __device__ __forceinline__ KeyWalk tile_keys(const Params& p, const Work& work) 
 // The key tiles of the warpgroup whose first query is m0: part of those of its output tile. If there are none, all come
 // before its walk.
 __device__ __forceinline__ KeyWalk warpgroup_keys(const Params& p, const KeyWalk& tile, const Head& head, int m0) {
-  KeyWalk own(p, head, m0, WG_QUERIES);
+  KeyWalk own = LISTS_TILES && !ROWS_DIFFER ? tile : KeyWalk(p, head, m0, WG_QUERIES);
   own.ahead = tile.ahead;
   if (cfg::SPLIT) own = clip(own, tile.begin, tile.end);
   if (m0 >= p.seqlen_q || own.begin >= own.end) own.begin = own.end = tile.begin;
@@ -245,6 +250,18 @@ __device__ __forceinline__ void produce(const Params& params, Smem& smem) {
   if (DYNAMIC && atomicAdd(p.tile_counter + 1, 1) == (int)gridDim.x - 1) {
     p.tile_counter[0] = p.tile_counter[1] = 0;  // the last to ask leaves zeros for the next launch
   }
+}
+
+// MAY_BE_ALIKE: which elements of a tile are hidden from all rows of a warp, as from query q_idx. Each lane looks at one
+// key of every quad lane's, and votes make the bits. `first` is the tile's first key.
+template <class Bits>
+__device__ __forceinline__ u32 hidden_alike(const Params& p, const Head& at, int q_idx, int first, int lane) {
+  const VisibleKeys keys = visible_keys(p, q_idx, first, at);
+  u32 found[4];
+#pragma unroll
+  for (int t = 0; t < 4; t++) found[t] = __ballot_sync(~0u, !keys.has(Bits::column(lane) + 2 * t));
+  const u32 low = lane & 1 ? found[1] : found[0], high = lane & 1 ? found[3] : found[2];
+  return lane & 2 ? high : low;
 }
 
 // HIDES_ANYWHERE: marks in bits which elements of a tile are hidden from the lane's two rows, but for those that are

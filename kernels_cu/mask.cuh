@@ -18,6 +18,8 @@ constexpr bool HIDES_ANYWHERE = cfg::MASK || cfg::MASK_MOD;  // apart from its p
 constexpr bool HIDES_KEYS = ROWS_DIFFER || HIDES_ANYWHERE || VARLEN;  // those behind a sequence are another's
 constexpr bool WALKS_DIFFER = VARLEN || cfg::BLOCK_MASK;  // in length, whatever the position
 constexpr bool SHARES_FACTS = cfg::FACTS;  // of a function, among the lanes of a warp
+// Whether queries of which a function reads the same see the same keys, but for positions.
+constexpr bool QUERIES_MAY_BE_ALIKE = cfg::ROW_FACTS && !cfg::MASK;
 constexpr bool LISTS_TILES = cfg::BLOCK_MASK;  // whether memory has what a walk visits, and which tiles hide something
 // Whether keys that exist may be hidden in any tile: no block mask tells in which.
 constexpr bool HIDES_IN_ANY_TILE = cfg::MASK || (cfg::MASK_MOD && !cfg::BLOCK_MASK);
@@ -54,6 +56,8 @@ __device__ bool mask_mod(const Params& p, int batch, int head, int q_idx, int kv
 // FACTS: in two steps. What it reads for a key, whatever the query is; and the rest.
 __device__ cfg::Fact mask_mod_fact(const Params& p, int batch, int head, int kv_idx);
 __device__ bool mask_mod_knowing(const Params& p, int batch, int head, int q_idx, int kv_idx, cfg::Fact fact);
+// ROW_FACTS: all by which it depends on a query.
+__device__ cfg::RowFact mask_mod_row_fact(const Params& p, int batch, int head, int q_idx);
 // Adds to the gradients of what score_mod captures, by cfg::SCATTERS sums, from ds of what it makes of the score.
 __device__ void score_mod_scatter(const Params& p, RunningSum<Real>* sums, Real score, Real ds, int batch, int head,
                                   int q_idx, int kv_idx);
@@ -163,6 +167,8 @@ template <int PER_BLOCK> struct BlockList {
 struct KeyWalk {
   TileRange range;
   BlockList<cfg::MASK_BLOCK_N / cfg::TILE_N> list;
+  // Whether a walk visits whatever its list has, which then need not be looked through.
+  static constexpr bool LISTS_ALL = LISTS_TILES && !ROWS_DIFFER && !VARLEN && cfg::MASK_BLOCK_N == cfg::TILE_N;
   int begin, end;
   int ahead = 0;  // STARTS_INSIDE: by how many tiles a position's lies behind the first walk's, around the end
 
@@ -170,7 +176,7 @@ struct KeyWalk {
   __device__ __forceinline__ KeyWalk(const Params& p, const Head& at, int m0, int rows = cfg::TILE_M)
     : range(kv_range(p, m0, rows)),
       list(p, p.key_blocks, p.key_blocks_stride, at, m0 / cfg::MASK_BLOCK_M, ceil_div(mask_keys(p), cfg::MASK_BLOCK_N)),
-      begin(list.before(range.begin)), end(list.before(range.end)) {}
+      begin(list.before(range.begin)), end(LISTS_ALL ? list.count : list.before(range.end)) {}
   __device__ __forceinline__ int tile(int i) const {
     if (STARTS_INSIDE) return i + ahead < range.end ? i + ahead : i + ahead - range.end;
     return list.tile(i);
@@ -366,6 +372,16 @@ template <int COUNT> struct Facts {
   }
   __device__ __forceinline__ cfg::Fact of(int offset) const { return __shfl_sync(~0u, own[offset / LANES], offset % LANES); }
 };
+
+// ROW_FACTS: whether a function says the same of a lane's two queries, and of those of all lanes of the warp.
+__device__ __forceinline__ bool rows_alike(const Params& p, const Head& at, int first, int second) {
+  if constexpr (!cfg::ROW_FACTS) return false;
+  else {
+    const auto fact = mod::mask_mod_row_fact(p, at.batch, at.head, first);
+    const auto other = mod::mask_mod_row_fact(p, at.batch, at.head, second), of_all = __shfl_sync(~0u, fact, 0);
+    return __all_sync(~0u, (fact == of_all) & (other == of_all));
+  }
+}
 
 // HIDDEN_AHEAD: a row of the array, from its first key on; 1 where a key is visible. And how far rows lie apart.
 __device__ __forceinline__ const unsigned char* visible_row(const Params& p, const Head& at, int q_idx) {

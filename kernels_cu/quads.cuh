@@ -65,6 +65,10 @@ template <int COLUMNS> struct QuadBits {
   static __device__ __forceinline__ constexpr int place(int j, int e) {
     return j / 8 * 16 + j % 2 * 8 + j % 8 / 2 * 2 + e;
   }
+  // Of the bit at a place: its column, in the first lane of a quad.
+  static __device__ __forceinline__ constexpr int column(int place) {
+    return (place / 16 * 8 + place / 8 % 2 + place % 8 / 2 * 2) * 8 + place % 2;
+  }
 };
 
 // The same of accumulators that are transposed, of a warp's 16 keys and ROWS queries: a lane holds, of keys lane / 4 +

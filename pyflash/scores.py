@@ -71,12 +71,17 @@ def bias_box(problem: Problem, row: Row, queries: int, pack: int = 1) -> tuple[t
 def facts(problem: Problem, kernel: Kernel) -> tuple[tuple[str, tuple[str, ...], Graph], ...]:
     """Functions, with their arguments: what mask_mod reads for a key whatever the query is, and the rest. A lane of
     Hopper's forward, and of what looks for hidden elements in the backward, has many keys, so that lanes share them
-    out; of the fewer queries of the backward's accumulators it reads its own."""
-    mod = problem.option("mask_mod")
-    shares = kernel.only_capability and (not problem.backward or problem.option("block_mask"))
-    parts = shared(mod.graph, "kv_idx") if mod and shares else None
-    arguments = ("batch", "head", "kv_idx"), (*INPUTS["mask_mod"], "fact")
-    return tuple(zip(("mask_mod_fact", "mask_mod_knowing"), arguments, parts, strict=True)) if parts else ()
+    out; of the fewer queries of the backward's accumulators it reads its own. And for the forward, whose warps have
+    many queries, what it reads for a query, if that is all by which it depends on that."""
+    mod, found = problem.option("mask_mod"), []
+    if mod and kernel.only_capability and (not problem.backward or problem.option("block_mask")):
+        if parts := shared(mod.graph, "kv_idx"):
+            found += [("mask_mod_fact", ("batch", "head", "kv_idx"), parts[0])]
+            found += [("mask_mod_knowing", (*INPUTS["mask_mod"], "fact"), parts[1])]
+        parts = shared(mod.graph, "q_idx")
+        if not problem.backward and parts and not any(node[:4:3] == ("input", "q_idx") for node in parts[1].nodes):
+            found += [("mask_mod_row_fact", ("batch", "head", "q_idx"), parts[0])]
+    return tuple(found)
 
 
 def read_by_element(problem: Problem) -> tuple[str, ...]:
@@ -88,7 +93,8 @@ def config(problem: Problem, kernel: Kernel, row: Row) -> dict[str, object]:
     """Of a kernel that computes scores in tiles of a row."""
     blocks = problem.option("block_mask")
     arrays, hopper = dict(problem.tensors), kernel.only_capability is not None
-    rows, fact = _rows(problem), facts(problem, kernel)
+    rows = _rows(problem)
+    kinds = {name: KINDS[made.nodes[-1].kind][0].replace("Real", "float") for name, _, made in facts(problem, kernel)}
     # Whether elements of neighbouring keys are neighbours in memory. With it of a mask fwd_sm80 spills 804 bytes,
     # not 316, so Hopper's kernels alone are told; and whether rows can be read 16 bytes at a time.
     unit = {n: n in rows and arrays[n].strides[-1] == 1 and (hopper or n == "bias") for n in ("bias", "mask")}
@@ -103,7 +109,9 @@ def config(problem: Problem, kernel: Kernel, row: Row) -> dict[str, object]:
         "UNIT_DBIAS": "dbias" in arrays and arrays["bias"].shape[-1:] > (1,),
         "NEAR_ARRAYS": all(t.span() < 2**31 for n, t in arrays.items() if n in _CAPTURED),
         **features.flags(problem.on),
-        "FACTS": bool(fact),
-        "Fact": KINDS[fact[0][2].nodes[-1].kind][0].replace("Real", "float") if fact else "int",
+        "FACTS": "mask_mod_fact" in kinds,
+        "Fact": kinds.get("mask_mod_fact", "int"),
+        "ROW_FACTS": "mask_mod_row_fact" in kinds,
+        "RowFact": kinds.get("mask_mod_row_fact", "int"),
         "SCATTERS": sums.scatters(problem),
     }

@@ -33,6 +33,14 @@ TILINGS: dict[str, tuple[Case, dict[str, int]]] = {
         Case(1, 70, 600, 4, 2, 64, 64, options=(("alibi_slopes", "of heads"),), values="rising"),
         {"pack": 2, "splits": 3},
     ),
+    "documents in parts, heads that share tiles": (
+        Case(1, 70, 600, 4, 2, 64, 64, options=(("mask_mod", "documents"),)),
+        {"pack": 2, "splits": 3},
+    ),
+    "documents in parts": (
+        Case(1, 150, 600, 2, 2, 64, 64, options=(("mask_mod", "documents"),)),
+        {"pack": 1, "splits": 3},
+    ),
     "heads alone": (Case(2, 70, 300, 4, 1, 128, 128, options=CAUSAL), {"pack": 4, "splits": 1}),
     "a head a warp": (Case(2, 70, 600, 4, 1, 64, 64, options=CAUSAL), {"pack": 4, "splits": 3}),
     "heads that share warps": (

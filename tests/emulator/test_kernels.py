@@ -249,7 +249,7 @@ def test_queries_that_do_not_see_a_key_have_no_influence(family, head_dim, seqle
 
 
 def tiled_plan(case: Case, tiling: dict[str, int]) -> Plan:
-    problem = plans.make_problem(inputs(case, "forward"), softmax_scale=case.softmax_scale, options=dict(case.options))
+    problem = plans.make_problem(inputs(case, "forward"), softmax_scale=case.softmax_scale, options=case.scalars)
     with tiled(**tiling):
         return plan_launches(problem, device_of((9, 0)), ("sm90",))
 

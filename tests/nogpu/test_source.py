@@ -18,7 +18,7 @@ LINE = re.compile(
     r"inline constexpr (int \w+ = -?\d+|bool \w+ = (true|false));"
     r"|using (Element|Bias|Output) = (bf16|fp16|float|double);"
     r"|using (CuSeqlens|SeqUsed)[QK] = (int|long long);"
-    r"|using Fact = (int|i64|float);"
+    r"|using (Row)?Fact = (int|i64|float);"
 )
 
 # What every kernel file, and every header, may rely on.

@@ -137,6 +137,11 @@ def test_what_is_read_for_a_key_or_a_query(name):
             assert parts[1].evaluate({**inputs, "fact": fact}, mod.arrays, np.float64) == whole == function(1, 2, i, j)
 
 
+def test_a_function_may_depend_on_queries_by_what_it_reads_for_them_alone():
+    launches = {name: plan(example(mask_mod=mod), KNOWN["H200"]).launches[0] for name, (mod, *_) in MASK_MODS.items()}
+    assert [name for name, launch in launches.items() if dict(launch.config)["ROW_FACTS"]] == ["documents"]
+
+
 def test_a_function_that_changes_nothing_costs_nothing():
     idle = trace.trace("score_mod", lambda s, b, h, i, j: s)
     for backward in (False, True):
