@@ -33,10 +33,11 @@ namespace keys_divided {
 constexpr int CONSUMERS = TILE_N / WG_KEYS;
 
 // Whether lse and delta come to registers under products. Where elements are treated one by one, too few are left.
-constexpr bool VALUES_EARLY = !FINDS_HIDDEN && !WEIGHS;
+constexpr bool VALUES_EARLY = !FINDS_HIDDEN && !STAGED_ADDENDS && !WEIGHS;
 
-// Whether a consumer passes over tiles that are hidden from all of its keys: at the ends of a band.
-constexpr bool PASSES_OVER = ENDS_TWICE && !LISTS_TILES && cfg::PING_PONG && TILE_M == WG_KEYS;
+// Whether a consumer passes over tiles that are hidden from all of its keys: at the ends of a band. It then waits for the
+// tile behind while it still holds the one before.
+constexpr bool PASSES_OVER = ENDS_TWICE && !LISTS_TILES && cfg::PING_PONG && TILE_M == WG_KEYS && STAGES > 2;
 
 struct Smem : Addends<STAGED_ADDENDS> {
   alignas(1024) Element k[D_CHUNKS][TILE_N][CHUNK];
