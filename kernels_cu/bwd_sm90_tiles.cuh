@@ -73,8 +73,9 @@ template <class Own> __device__ __forceinline__ TileName draw_tile(Own& own, int
       const u32 pass = PASSES > 1 ? place / (width * blocks) : 0;
       place -= pass * width * blocks;
       n_block = place / width;
-      const int head = first + place - n_block * width, batch = head / p.num_heads_kv;
-      name = {0, head - batch * p.num_heads_kv, batch};
+      const bool shared = ADDENDS_AHEAD && addend_place(p, {1, 0}, 0).batch == 0;  // by batches: they follow each other
+      const int head = first + place - n_block * width, batch = shared ? head % p.batch : head / p.num_heads_kv;
+      name = {0, shared ? head / p.batch : head - batch * p.num_heads_kv, batch};
       if constexpr (PASSES > 1) {
         const int listed = QueryWalk::listed(p, batch, name.head_kv, n_block * TILE_N);
         int own = 0;
