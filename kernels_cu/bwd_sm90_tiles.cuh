@@ -48,10 +48,6 @@ constexpr int END = -1;  // in place of n_block
 constexpr int SECTION_BYTES = 32 << 20, ROW_BYTES = (TILE_D + TILE_DV) * sizeof(Element) + TILE_D * sizeof(float);
 constexpr int SECTION_ROWS = ROWS_DIFFER || cfg::DETERMINISTIC ? SECTION_BYTES / ROW_BYTES : 0;
 
-// Where a block mask says how long walks are, each section is gone through PASSES times, for walks of more than a half of
-// the blocks of queries, of more than a quarter, and so on, and for the rest.
-constexpr int PASSES = LISTS_TILES && !VARLEN && !cfg::DETERMINISTIC ? 5 : 1;
-
 template <class Own> __device__ __forceinline__ TileName draw_tile(Own& own, int lane) {
   const Params& p = own.all();
   while (true) {
@@ -66,22 +62,13 @@ template <class Own> __device__ __forceinline__ TileName draw_tile(Own& own, int
     } else {
       blocks = p.num_n_blocks;
       const u32 heads = p.batch * p.num_heads_kv;
-      if (number >= PASSES * heads * blocks) return {END};
-      const u32 section = number / (PASSES * p.heads_per_section * blocks), first = section * p.heads_per_section;
-      const u32 width = min(u32(p.heads_per_section), heads - first);
-      u32 place = number - PASSES * first * blocks;
-      const u32 pass = PASSES > 1 ? place / (width * blocks) : 0;
-      place -= pass * width * blocks;
+      if (number >= heads * blocks) return {END};
+      const u32 section = number / (p.heads_per_section * blocks), first = section * p.heads_per_section;
+      const u32 place = number - first * blocks, width = min(u32(p.heads_per_section), heads - first);
       n_block = place / width;
       const bool shared = ADDENDS_AHEAD && addend_place(p, {1, 0}, 0).batch == 0;  // by batches: they follow each other
       const int head = first + place - n_block * width, batch = shared ? head % p.batch : head / p.num_heads_kv;
       name = {0, shared ? head / p.batch : head - batch * p.num_heads_kv, batch};
-      if constexpr (PASSES > 1) {
-        const int listed = QueryWalk::listed(p, batch, name.head_kv, n_block * TILE_N);
-        int own = 0;
-        while (own < PASSES - 1 && listed << (own + 1) <= ceil_div(mask_queries(p), cfg::MASK_BLOCK_M)) own++;
-        if (own != pass) continue;
-      }
     }
     name.n_block = cfg::DETERMINISTIC ? blocks - 1 - n_block : n_block;
     return name;

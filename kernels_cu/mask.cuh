@@ -241,12 +241,6 @@ struct QueryWalk {
     if (own.begin < own.end) part.range = own, part.visits = (own.end - own.begin) * p.qheads_per_kv;
     return part;
   }
-  // How many blocks of queries the first of the heads lists.
-  static __device__ __forceinline__ int listed(const Params& p, int batch, int kv_head, int n0) {
-    QueryWalk walk;
-    walk.first = {batch, kv_head * p.qheads_per_kv}, walk.n_block = n0 / cfg::MASK_BLOCK_N;
-    return walk.list(p, 0).count;
-  }
   __device__ __forceinline__ Head head(const QueryVisit& visit) const { return {first.batch, first.head + visit.group_head}; }
   __device__ __forceinline__ QueryVisit start(const Params& p) const {
     if constexpr (cfg::BLOCK_MASK) return entering(p, 0);

@@ -483,9 +483,8 @@ def _backward_sm90(problem: Problem, device: Device, notes: tuple[str, ...]) -> 
     row = _row(problem, KERNELS["bwd_sm90"], device)
     num_m_blocks = sizes.num_flags(problem, row.tile_m)
     tiles = problem.tiles_per_head(problem.rows_k, problem.seqlen_k, row.tile_n) * problem.num_heads_kv
-    passes = 5 if problem.option("block_mask") else 1  # over the tiles, as bwd_sm90.cuh has it
-    if passes * tiles + device.sm_count > MAX_GRID:
-        raise Unsupported(f"bwd_sm90 would have {tiles} key tiles for {problem}; it counts to {MAX_GRID // passes}")
+    if tiles + device.sm_count > MAX_GRID:
+        raise Unsupported(f"bwd_sm90 would have {tiles} key tiles for {problem}; it counts to {MAX_GRID}")
     # With one key tile of all queries, visited by those that lie together, nothing is added up for dq.
     alone = problem.seqlen_k <= row.tile_n and not problem.varlen and not problem.option("block_mask")
     ordered = problem.deterministic and not alone
