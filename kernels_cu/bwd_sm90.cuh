@@ -147,8 +147,8 @@ __device__ __forceinline__ void produce_lse(Own<VARLEN>& own, Smem& smem, Await 
                                             int lane) {
   const Params& p = own.p;
   auto gmem = [&](int batch, int head) { return lse_of(p, batch, head); };
-  produce_values(own, smem.names, smem.lse, smem.lse_nonfinite, gmem, p.lse_stride[2], NEG_INF, lse_origin<float>, await, arrive,
-                 finish, lane);
+  produce_values(own, smem.names, smem.lse, smem.lse_nonfinite, gmem, p.lse_stride[2], NEG_INF, lse_origin<float>, await,
+                 arrive, finish, lane);
 }
 template <class Smem, class Await, class Arrive, class Finish>
 __device__ __forceinline__ void produce_delta(Own<VARLEN>& own, Smem& smem, Await await, Arrive arrive, Finish finish,
@@ -271,9 +271,9 @@ struct Ahead {
 // Whether the shorter series is tried first: where tiles are large, so that elements are what takes time.
 constexpr bool TRIES_TINY = MAY_BE_TINY && !FINDS_HIDDEN && TILE_M > CHUNK;
 
-// p = exp(s - lse), rounded, weights if WEIGHS, and what is hidden if FINDS_HIDDEN. `key` is the lane's first; lse_of(s) is
-// what it needs to know of the queries of step s, as delta_of(s) below; `told` what is hidden, if TELLS_HIDDEN and `hides`; `tiny`
-// whether the warp's products of the key tile have all been, so far.
+// p = exp(s - lse), rounded, weights if WEIGHS, and what is hidden if FINDS_HIDDEN. `key` is the lane's first; lse_of(s)
+// is what it needs to know of the queries of step s, as delta_of(s) below; `told` what is hidden, if TELLS_HIDDEN and
+// `hides`; `tiny` whether the warp's products of the key tile have all been, so far.
 template <class LseOf>
 __device__ __forceinline__ void exponentiate(const Params& p, u32 (&p_rmem)[M_STEPS][4], u32 (&weight_rmem)[M_STEPS][4],
                                              HiddenBits& hidden, const float (&s_rmem)[TILE_M / 2],

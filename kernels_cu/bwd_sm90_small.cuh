@@ -56,11 +56,12 @@ struct Smem : Addends<STAGED_ADDENDS> {
   Told<TELLS_VISITS || TELLS_HIDDEN> told;
 };
 
-// What a consumer visits of the tiles that are there for its key tile: of each head's, it passes over the first, or the last.
+// What a consumer visits of the tiles that are there for its key tile: of each head's, it passes over the first, or the
+// last.
 template <bool> struct Visited {
   QueryWalk walk;
   bool front = false, back = false;
-  bool in_turn = true;  // Where one consumer passes over the first and the other over the last, they take as many turns.
+  bool in_turn = true;  // where one passes over the first and the other over the last, they take as many turns as it is
 
   __device__ __forceinline__ Visited(const Params& p, const Work& tile, int consumer) : walk(tile.queries) {
     const TileRange& all = tile.queries.range;
@@ -266,7 +267,8 @@ __device__ __forceinline__ void consume(Own<VARLEN>& own, Smem& smem, int consum
       accumulate_over_queries<TILE_D>(dk_rmem, a_rmem,
                                       descriptor_mn_major(smem_u32(smem.q[at]), sizeof(smem.q[0][0])));
       wgmma_commit();
-      const bool passes_over = PASSES_OVER && !last && visit.tile + 1 == walk.range.end && (visited.front || visited.back);
+      const bool passes_over =
+          PASSES_OVER && !last && visit.tile + 1 == walk.range.end && (visited.front || visited.back);
       const Ring<STAGES> next_stage = behind(passes_over);
       if (!last) mbarrier_wait(&smem.q_full[next_stage.index], next_stage.parity);
       wgmma_fence();

@@ -101,8 +101,8 @@ struct Names {
   }
 };
 
-// Calls work(tile) for every tile of the CTA, which the warp draws, or is told by the one that does. WALKS: whether it has
-// a walk of its own over the tile's visits.
+// Calls work(tile) for every tile of the CTA, which the warp draws, or is told by the one that does. WALKS: whether it
+// has a walk of its own over the tile's visits.
 template <bool DRAWS, bool WALKS = true, class Own, class Do>
 __device__ __forceinline__ void for_each_tile(Own& own, Names& names, int lane, Do work) {
   Ring<Names::COUNT> at;

@@ -1,9 +1,9 @@
-// What consumers are told through shared memory, ahead of their scores, by warps that load, which wait for most of the time,
-// while consumers have neither registers for what memory says of elements nor time to wait for it.
+// What consumers are told through shared memory, ahead of their scores, by warps that load, which wait for most of the
+// time, while consumers have neither registers for what memory says of elements nor time to wait for it.
 //
-// Where a block mask lists what key tiles visit, one warp of a CTA reads the lists, and tells the visits. Where functions
-// hide elements of some of these tiles, or an array those of any, the warps that load lse and delta find out which, and
-// hand it on in bits.
+// Where a block mask lists what key tiles visit, one warp of a CTA reads the lists, and tells the visits. Where
+// functions hide elements of some of these tiles, or an array those of any, the warps that load lse and delta find out
+// which, and hand it on in bits.
 #pragma once
 #include "score.cuh"
 #include "quads.cuh"
@@ -11,8 +11,8 @@
 constexpr bool TELLS_VISITS = LISTS_TILES && !cfg::LARGE_HEADS;
 constexpr bool TELLS_HIDDEN = (HIDES_IN_LISTED_TILES || HIDDEN_AHEAD) && !cfg::LARGE_HEADS;
 
-// Visits that lie in shared memory at a time. One is told when consumers are done with that STAGES before it, and so the
-// warpgroup of dq with ds of those DS_BUFFERS earlier.
+// Visits that lie in shared memory at a time. One is told when consumers are done with that STAGES before it, and so
+// the warpgroup of dq with ds of those DS_BUFFERS earlier.
 constexpr int TOLD_VISITS = 8;
 struct alignas(8) ToldVisit { int group_head, tile_and_hidden; };
 
@@ -22,8 +22,8 @@ constexpr int BITS_KEYS = 16;
 struct alignas(16) HiddenBlock { u32 words[WARP]; };
 static_assert(!TELLS_HIDDEN || cfg::TILE_M == 2 * WARP, "two queries a lane");
 
-// HIDDEN_AHEAD: bytes of the array, on their way to bits. Of each warp that finds them for FOUND_KEYS keys, two tiles; a
-// unit of padding puts the same columns of eight rows in different banks.
+// HIDDEN_AHEAD: bytes of the array, on their way to bits. Of each warp that finds them for FOUND_KEYS keys, two tiles;
+// a unit of padding puts the same columns of eight rows in different banks.
 constexpr int FINDERS = 2, FOUND_KEYS = cfg::TILE_N / FINDERS;
 using VisibleBytes = unsigned char[2][cfg::TILE_M][FOUND_KEYS + UNIT_BYTES];
 template <bool> struct Bytes {
@@ -80,21 +80,23 @@ struct LaneQueries {
 };
 
 // A warp's work: what of FOUND_KEYS keys from n0 on is hidden from the queries of a tile.
-__device__ __forceinline__ void find_hidden(const Params& p, HiddenBlock* hidden, const Head& at, int m0, int n0, int lane) {
+__device__ __forceinline__ void find_hidden(const Params& p, HiddenBlock* hidden, const Head& at, int m0, int n0,
+                                            int lane) {
   const LaneQueries queries(p, at, m0, n0, lane);
   const bool by_position = queries.any_by_position();
 #pragma unroll 1
   for (int first = 0; first < FOUND_KEYS; first += BITS_KEYS) {
     const ChosenKeys<BITS_KEYS> chosen(p, at, n0 + first, lane);
-    u32 found = queries.hidden(first, [&](const VisibleKeys& of, int offset, int i) { return chosen.has(of, offset, i); });
+    auto has = [&](const VisibleKeys& of, int offset, int i) { return chosen.has(of, offset, i); };
+    u32 found = queries.hidden(first, has);
     if (by_position) found |= queries.hidden_by_position(first);
     hidden[first / BITS_KEYS].words[lane] = found;
   }
 }
 
 // The same of an array, in two steps, the first of which does not wait.
-__device__ __forceinline__ void request_bytes(const Params& p, VisibleBytes& bytes, int buffer, const Head& at, int m0, int n0,
-                                              int lane) {
+__device__ __forceinline__ void request_bytes(const Params& p, VisibleBytes& bytes, int buffer, const Head& at, int m0,
+                                              int n0, int lane) {
   constexpr int UNITS = FOUND_KEYS / UNIT_BYTES, ROWS = WARP / UNITS;
   const int first = lane / UNITS, column = lane % UNITS * UNIT_BYTES;
   const unsigned char* row = visible_row(p, at, m0 + first) + n0 + column;
@@ -106,8 +108,8 @@ __device__ __forceinline__ void request_bytes(const Params& p, VisibleBytes& byt
   }
   cp_async_commit();
 }
-__device__ __forceinline__ void find_in_bytes(const Params& p, HiddenBlock* hidden, const VisibleBytes& bytes, int buffer,
-                                              const Head& at, int m0, int n0, int lane) {
+__device__ __forceinline__ void find_in_bytes(const Params& p, HiddenBlock* hidden, const VisibleBytes& bytes,
+                                              int buffer, const Head& at, int m0, int n0, int lane) {
   const LaneQueries queries(p, at, m0, n0, lane);
   const bool by_position = queries.any_by_position();
 #pragma unroll

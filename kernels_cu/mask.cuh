@@ -23,7 +23,8 @@ constexpr bool QUERIES_MAY_BE_ALIKE = cfg::ROW_FACTS && !cfg::MASK;
 constexpr bool LISTS_TILES = cfg::BLOCK_MASK;  // whether memory has what a walk visits, and which tiles hide something
 // Whether keys that exist may be hidden in any tile: no block mask tells in which.
 constexpr bool HIDES_IN_ANY_TILE = cfg::MASK || (cfg::MASK_MOD && !cfg::BLOCK_MASK);
-// Whether elements are hidden apart from their position in tiles alone that memory lists: few, which one may look at ahead.
+// Whether elements are hidden apart from their position in tiles alone that memory lists: few, which one may look at
+// ahead.
 constexpr bool HIDES_IN_LISTED_TILES = HIDES_ANYWHERE && !HIDES_IN_ANY_TILE;
 // Whether a walk over keys starts at the diagonal, goes to the first key, and then from the last one back: what is
 // added to scores, or by a function, is mostly largest there, so that they fall or stay below what was seen.
@@ -364,7 +365,9 @@ template <int COUNT> struct Facts {
   __device__ __forceinline__ cfg::Fact of_quad(int offset, int lane) const {
     return __shfl_sync(~0u, own[offset / LANES], offset % LANES + lane % 4 * 2);
   }
-  __device__ __forceinline__ cfg::Fact of(int offset) const { return __shfl_sync(~0u, own[offset / LANES], offset % LANES); }
+  __device__ __forceinline__ cfg::Fact of(int offset) const {
+    return __shfl_sync(~0u, own[offset / LANES], offset % LANES);
+  }
 };
 
 // ROW_FACTS: whether a function says the same of a lane's two queries, and of those of all lanes of the warp.
@@ -401,7 +404,8 @@ struct VisibleKeys {
 // What functions choose of COUNT keys from `first` on, for a warp whose lanes ask for their queries at once.
 template <int COUNT, bool = SHARES_FACTS> struct ChosenKeys {
   Facts<COUNT> facts;
-  __device__ __forceinline__ ChosenKeys(const Params& p, const Head& at, int first, int lane) : facts(p, at, first, lane) {}
+  __device__ __forceinline__ ChosenKeys(const Params& p, const Head& at, int first, int lane)
+    : facts(p, at, first, lane) {}
   // Key `first` + i, which is kv0 + offset.
   __device__ __forceinline__ bool has(const VisibleKeys& of_query, int offset, int i) const {
     return of_query.chosen.has(offset, facts.of(i));
