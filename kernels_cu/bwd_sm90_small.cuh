@@ -85,7 +85,7 @@ template <class Smem>
 __device__ __forceinline__ void produce_tiles(Own<VARLEN>& own, Smem& smem, int lane) {
   const Params& p = own.p;
   Ring<STAGES> stage;
-  Ring<TOLD_VISITS> told;
+  [[maybe_unused]] Ring<TOLD_VISITS> told;
   Ring<1> keys;
   for_each_step<true>(own, smem.names, lane, [&](const Work& tile, const QueryVisit& visit, bool first, bool) {
     const int at = stage.index, m0 = visit.tile * TILE_M, head = tile.queries.head(visit).head;
@@ -341,7 +341,7 @@ template <class Smem> __device__ __forceinline__ void run(Own<VARLEN>& own, Smem
       if (!TELLS_HIDDEN) mbarrier_arrive(&smem.dout_full[stage]);
     };
     // Each of the two that load values looks at half of the keys.
-    int buffer = 0;
+    [[maybe_unused]] int buffer = 0;
     auto finish = [&](const Work& tile, const QueryVisit& visit, bool first, bool last, int stage) {
       if constexpr (TELLS_HIDDEN) {
         const int finder = warp - 1, n0 = tile.n0() + finder * FOUND_KEYS, m0 = visit.tile * TILE_M;

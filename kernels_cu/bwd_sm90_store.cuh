@@ -117,7 +117,7 @@ template <class Smem> __device__ __forceinline__ void accumulate_dq(Own<VARLEN>&
   const int thread = threadIdx.x % WARPGROUP;
   const u64 k = descriptor_mn_major(smem_u32(smem.k), 0);
   Ring<DS_BUFFERS> buffer;
-  Ring<TOLD_VISITS> told;
+  [[maybe_unused]] Ring<TOLD_VISITS> told;
   Ring<1> keys, passed;
   auto step = [&](const Work& tile, QueryVisit visit, bool first, bool last) {
     if (first) {
