@@ -37,7 +37,7 @@ constexpr bool VALUES_EARLY = !FINDS_HIDDEN && !STAGED_ADDENDS && !WEIGHS;
 
 // Whether a consumer passes over tiles that are hidden from all of its keys: at the ends of a band. It then waits for the
 // tile behind while it still holds the one before.
-constexpr bool PASSES_OVER = ENDS_TWICE && !LISTS_TILES && cfg::PING_PONG && TILE_M == WG_KEYS && STAGES > 2;
+constexpr bool PASSES_OVER = BOUND_LEFT && !LISTS_TILES && cfg::PING_PONG && TILE_M == WG_KEYS && STAGES > 2;
 
 struct Smem : Addends<STAGED_ADDENDS> {
   alignas(1024) Element k[D_CHUNKS][TILE_N][CHUNK];

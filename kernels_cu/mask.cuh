@@ -12,7 +12,6 @@
 constexpr bool BOUND_LEFT = cfg::WINDOW_LEFT, BOUND_RIGHT = cfg::CAUSAL || cfg::WINDOW_RIGHT;
 // Whether kv_range depends on the rows. If not, all warps of a query tile walk the same key tiles.
 constexpr bool ROWS_DIFFER = BOUND_LEFT || BOUND_RIGHT;
-constexpr bool ENDS_TWICE = BOUND_LEFT;
 // Whether a key that exists may be hidden from some row.
 constexpr bool HIDES_ANYWHERE = cfg::MASK || cfg::MASK_MOD;  // apart from its position
 constexpr bool HIDES_KEYS = ROWS_DIFFER || HIDES_ANYWHERE || VARLEN;  // those behind a sequence are another's

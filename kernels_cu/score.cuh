@@ -265,7 +265,7 @@ __device__ __forceinline__ const cfg::Bias* addend_row(const Params& p, const He
   return p.bias + at.batch * p.bias_stride[0] + at.head * p.bias_stride[1] + q_idx * p.bias_stride[2];
 }
 __device__ __forceinline__ i64 addend_row_stride(const Params& p) { return p.bias_stride[2]; }
-// fwd_sm90 has TMA bring them, whose map has one row for all that share it: here, or nowhere else.
+// Or where TMA brings them: in a map that has one row for all that share it.
 struct AddendPlace { int batch, head, query; };
 __device__ __forceinline__ AddendPlace addend_place(const Params& p, const Head& at, int q_idx) {
   const i64(&stride)[4] = p.bias_stride;

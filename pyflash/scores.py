@@ -68,6 +68,11 @@ def bias_box(problem: Problem, row: Row, queries: int, pack: int = 1) -> tuple[t
     return box, bias._replace(shape=shape, strides=strides)
 
 
+def _tells_rows_apart(fact: Graph, rest: Graph) -> bool:
+    """Whether equal facts mean equal rows: 0.0 equals -0.0, which a function can tell apart."""
+    return fact.nodes[-1].kind != "real" and not any(node[:4:3] == ("input", "q_idx") for node in rest.nodes)
+
+
 def facts(problem: Problem, kernel: Kernel) -> tuple[tuple[str, tuple[str, ...], Graph], ...]:
     """Functions, with their arguments: what mask_mod reads for a key whatever the query is, and the rest. A lane of
     Hopper's forward, and of what looks for hidden elements in the backward, has many keys, so that lanes share them
@@ -79,7 +84,7 @@ def facts(problem: Problem, kernel: Kernel) -> tuple[tuple[str, tuple[str, ...],
             found += [("mask_mod_fact", ("batch", "head", "kv_idx"), parts[0])]
             found += [("mask_mod_knowing", (*INPUTS["mask_mod"], "fact"), parts[1])]
         parts = shared(mod.graph, "q_idx")
-        if not problem.backward and parts and not any(node[:4:3] == ("input", "q_idx") for node in parts[1].nodes):
+        if not problem.backward and parts and _tells_rows_apart(*parts):
             found += [("mask_mod_row_fact", ("batch", "head", "q_idx"), parts[0])]
     return tuple(found)
 

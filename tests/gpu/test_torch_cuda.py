@@ -224,9 +224,9 @@ def host_seconds(call) -> float:
     return min(times)
 
 
-@pytest.mark.parametrize(("grad", "additions"), [(False, 4), (True, 8)])
+@pytest.mark.parametrize(("grad", "additions"), [(False, 3.5), (True, 7)])
 def test_host_time_of_a_call(grad, additions):
-    """In proportion to an addition of CuPy, as hosts differ: mostly 2.8 times it, with gradients 5."""
+    """In proportion to an addition of CuPy, as hosts differ: mostly 2.5 to 3 times it, with gradients 5 or 6."""
     q, k, v = tensors(torch.bfloat16, 64, 64, heads_kv=4, grad=grad)
     ours = host_seconds(lambda: pyflash.flash_attention(q, k, v))
     x = cupy.ones(64)

@@ -117,6 +117,7 @@ MASK_MODS = {  # and whether something is read for a key alone, and for a query 
     "documents, causal": (lambda b, h, i, j: (IDS[i] == IDS[j]) & (i >= j), True, True),
     "heads of keys": (lambda b, h, i, j: 2 * TABLE[h, j] > i - 9, True, False),
     "two arrays": (lambda b, h, i, j: (IDS[i] == IDS[j]) & (TABLE[h, j] < i), False, True),
+    "real numbers": (lambda b, h, i, j: TABLE[h, i] == TABLE[h, j], True, True),
     "positions": (lambda b, h, i, j: i >= j, False, False),
     "relative": (lambda b, h, i, j: IDS[i - j] == 0, False, False),
 }
