@@ -268,17 +268,14 @@ struct Ahead {
   }
 };
 
-// Whether the shorter series is tried first: where tiles are large, so that elements are what takes time.
-constexpr bool TRIES_TINY = MAY_BE_TINY && !FINDS_HIDDEN && TILE_M > CHUNK;
-
 // p = exp(s - lse), rounded, weights if WEIGHS, and what is hidden if FINDS_HIDDEN. `key` is the lane's first; lse_of(s)
 // is what it needs to know of the queries of step s, as delta_of(s) below; `told` what is hidden, if TELLS_HIDDEN and
-// `hides`; `tiny` whether the warp's products of the key tile have all been, so far.
+// `hides`.
 template <class LseOf>
 __device__ __forceinline__ void exponentiate(const Params& p, u32 (&p_rmem)[M_STEPS][4], u32 (&weight_rmem)[M_STEPS][4],
                                              HiddenBits& hidden, const float (&s_rmem)[TILE_M / 2],
                                              Ahead& ahead, LseOf lse_of, float scale, const Head& head, int m0,
-                                             int key, bool hides, u32 told, bool& tiny, int lane) {
+                                             int key, bool hides, u32 told, int lane) {
   auto every_element = [&](auto size, const Scorer& scorer, auto hide) {
 #pragma unroll
     for (int s = 0; s < M_STEPS; s++) {
@@ -303,16 +300,6 @@ __device__ __forceinline__ void exponentiate(const Params& p, u32 (&p_rmem)[M_ST
       }
       if (FINDS_HIDDEN) __syncwarp();  // no more elements at a time than registers hold
     }
-  };
-  // body(Known<SIZE>(), hides)
-  auto by_known_size = [&](auto body) {
-    if (TRIES_TINY && tiny && !hides) {
-      Squares squares;
-      body(Known<Size::TINY>{0, &squares}, false);
-      tiny = __all_sync(~0u, squares.tiny(p));
-      if (tiny) return;
-    }
-    by_size(p, s_rmem, [&](auto size) { body(size, hides); });
   };
   auto hide_bits = [&](float& x, int, int, int index) {
     if (hidden[index / 32] >> hidden_place(index) & 1) x = MARK;
@@ -341,16 +328,16 @@ __device__ __forceinline__ void exponentiate(const Params& p, u32 (&p_rmem)[M_ST
         }
       }
     }
-    by_known_size([&](auto size, bool) { every_element(size, Scorer(p, head, q0, key), hide_bits); });
+    by_size(p, s_rmem, [&](auto size) { every_element(size, Scorer(p, head, q0, key), hide_bits); });
   } else if constexpr (TELLS_HIDDEN) {
     hidden[0] = told;
-    by_known_size([&](auto size, bool hides) {
+    by_size(p, s_rmem, [&](auto size) {
       const Scorer scorer(p, head, m0 + lane % 4 * 2, key);
       if (hides) every_element(size, scorer, hide_bits);
       else every_element(size, scorer, [](float&, int, int, int) {});
     });
   } else {
-    by_known_size([&](auto size, bool hides) {
+    by_size(p, s_rmem, [&](auto size) {
       if (hides) {
         const int q0 = m0 + lane % 4 * 2;
         const Scorer scorer(p, head, q0, key);

@@ -91,7 +91,7 @@ __device__ __forceinline__ void compute_probabilities(Own<VARLEN>& own, Smem& sm
   Ring<1> keys;
   for_each_tile<false>(own, smem.names, lane, [&](const Work& tile) {
     const int steps = tile.steps(), key = tile.n0() + warp_key + lane / 4;
-    bool dv_lacks = false, tiny = true;
+    bool dv_lacks = false;
 #pragma unroll
     for (int i = 0; i < TILE_DV / 2; i++) dv_rmem[i] = 0;
     if (steps) {
@@ -111,7 +111,7 @@ __device__ __forceinline__ void compute_probabilities(Own<VARLEN>& own, Smem& sm
       const bool hides = tile.queries.hides(visit);
       ahead.load(p, head, m0, tile.n0() + warp_key, lane);
       auto lse_of = [&](int s) { return smem.lse[at][s][lane % 4]; };
-      exponentiate(p, p_rmem, weight_rmem, hidden, s_rmem, ahead, lse_of, scale, head, m0, key, hides, 0, tiny, lane);
+      exponentiate(p, p_rmem, weight_rmem, hidden, s_rmem, ahead, lse_of, scale, head, m0, key, hides, 0, lane);
       mbarrier_wait(&smem.p_empty[buffer.index], buffer.parity ^ 1);
 #pragma unroll
       for (int s = 0; s < M_STEPS; s++) {

@@ -227,7 +227,7 @@ __device__ __forceinline__ void consume(Own<VARLEN>& own, Smem& smem, int consum
     if (!TELLS_VISITS) visit = walk.start(p);
     else if (steps) visit = told_visit();
     if (steps) ahead.load(p, walk.head(visit), visit.tile * TILE_M, tile.n0() + warp_key, lane);
-    bool dv_lacks = false, tiny = true;
+    bool dv_lacks = false;
     for (int step = 1; step <= steps; step++) {
       const int at = stage.index, m0 = visit.tile * TILE_M;
       const bool last = step == steps;
@@ -239,7 +239,7 @@ __device__ __forceinline__ void consume(Own<VARLEN>& own, Smem& smem, int consum
       auto delta_of = [&](int s) { return VALUES_EARLY ? delta_rmem[s] : smem.delta[at][s][lane % 4]; };
       if constexpr (STAGED_ADDENDS) ahead.at = smem_u32(&smem.addends[at]);
       exponentiate(p, a_rmem, weight_rmem, hidden, s_rmem, ahead, lse_of, scale, head, m0, key, hides,
-                   hidden_told(at, hides), tiny, lane);
+                   hidden_told(at, hides), lane);
       multiply_dp_and_dv(at);
       load_early(delta_rmem, smem.delta[at]);
       wgmma_wait<1>();

@@ -337,7 +337,7 @@ fwd_sm90(const __grid_constant__ Params params) {
   };
   // Scores become probabilities against the stale reference. Returns whether they were too large for it.
   auto take_stale = [&](int n) {
-    auto always = [] { return true; };
+    auto always = [](const float (&)[2]) { return true; };
     if constexpr (ADDENDS_LAST) {
       modify(n);
       return softmax.take_stale<true>(s_rmem, TileSoftmax::scaled(scale), always);
@@ -352,10 +352,10 @@ fwd_sm90(const __grid_constant__ Params params) {
       }, fits);
     };
     if (MAY_BE_TINY && tiny) {
-      Squares squares;
-      const bool outgrown = take(Known<Size::TINY>{0, &squares}, [&] { return squares.tiny(p); });
-      if (outgrown) tiny = __all_sync(~0u, squares.tiny(p));
-      return outgrown;
+      tiny = !take(Known<Size::TINY>(), [&](const float (&lane_sum)[2]) {
+        return were_tiny(p, softmax.level(0, lane_sum[0])) && were_tiny(p, softmax.level(1, lane_sum[1]));
+      });
+      return !tiny;
     }
     return by_size(p, s_rmem, [&](auto size) { return take(size, always); });
   };
@@ -516,7 +516,7 @@ fwd_sm90(const __grid_constant__ Params params) {
   receive_work();
   while (work.valid()) {
     float inverse[2];
-    tiny = true;
+    tiny = may_be_tiny(p);
 #pragma unroll
     for (int r = 0; r < 2; r++) {  // what has no key counts in one part of the keys
       const float start = keys_part(p, work) == 0 ? row_start(p, {work.batch, head(work, r)}) : NEG_INF;

@@ -44,15 +44,19 @@ constexpr Real UNIT = cfg::SCORE_MOD ? 1 : LOG2_E;
 // How large products are beside softcap: so small, as they mostly are, that a series does, which is shorter where they are
 // TINY; or of any size.
 enum class Size { ANY, SMALL, TINY };
-// Products that are thought to be TINY are looked at on the way: p.softcap_tiny is a power of two, more than their squares,
-// so that the sums of both have its exponent, and then so have these sums' bits, or-ed.
-constexpr bool MAY_BE_TINY = cfg::SOFTCAP && !cfg::SCORE_MOD && sizeof(cfg::Element) == 2;
-struct Squares {
-  u32 bits = 0;
-  __device__ __forceinline__ bool tiny(const Params& p) const {
-    return !MAY_BE_TINY || (bits ^ __builtin_bit_cast(u32, float(p.softcap_tiny))) < 1u << 23;
-  }
-};
+// Where scores are those of softcap alone, the sum of their 2^score tells whether products were TINY enough: that series
+// rises everywhere, so none is larger than the sum allows; those that are far below zero count for nothing beside it.
+constexpr bool MAY_BE_TINY =
+  cfg::SOFTCAP && !(cfg::SCORE_MOD || cfg::ALIBI || cfg::BIAS) && sizeof(cfg::Element) == 2;
+// Whether that is worth a try, and whether those were whose sum's log2 is `level` (features.py derives the bounds).
+__device__ __forceinline__ bool may_be_tiny(const Params& p) {
+  if constexpr (MAY_BE_TINY) return p.softcap_levels[0] < p.softcap_levels[1];
+  return false;
+}
+__device__ __forceinline__ bool were_tiny(const Params& p, float level) {
+  if constexpr (MAY_BE_TINY) return p.softcap_levels[0] <= level && level <= p.softcap_levels[1];
+  return true;
+}
 
 // What is known of elements before their scores are made. SIZE: of their products. ONE_SIDED: on which side of the
 // diagonal they lie. GIVEN: what is to be added.
@@ -60,9 +64,8 @@ template <Size SIZE_, bool ONE_SIDED_ = false, bool GIVEN_ = false> struct Known
   static constexpr Size SIZE = SIZE_;
   static constexpr bool ONE_SIDED = ONE_SIDED_, GIVEN = GIVEN_;
   Real addend = 0;
-  Squares* squares = nullptr;  // TINY: where they are gathered
   template <bool SIDE> __device__ __forceinline__ Known<SIZE, SIDE, ADDENDS_AHEAD> with(Real addend) const {
-    return {addend, squares};
+    return {addend};
   }
 };
 
@@ -205,13 +208,12 @@ struct Scorer {
 
  private:
   // A number and the product's own score.
-  template <class Told> __device__ __forceinline__ Real with_product(Real qk, Real sum, Told known) const {
+  template <class Told> __device__ __forceinline__ Real with_product(Real qk, Real sum, Told) const {
     constexpr Real UNITS = UNIT / Real(LOG2_E);
     if constexpr (!cfg::SOFTCAP) {
       return fma_real(p.scale_log2 * UNITS, qk, sum);
     } else if constexpr (Told::SIZE == Size::TINY) {
-      const Real(&series)[3] = p.softcap_short_series, square = fma_real(qk, qk, p.softcap_tiny);
-      known.squares->bits |= __float_as_uint(square);
+      const Real(&series)[3] = p.softcap_short_series, square = qk * qk;
       return fma_real(fma_real(fma_real(series[2], square, series[1]), square, series[0]), qk, sum);
     } else if constexpr (Told::SIZE == Size::SMALL) {
       const Real(&series)[4] = p.softcap_series, square = qk * qk;

@@ -143,14 +143,17 @@ struct TileSoftmax : RowSoftmax<2> {
     for (int r = 0; r < 2; r++) lane_sum[r] = part[r][0] + part[r][1];
   }
 
+  // log2 of what a lane's probabilities add up to against a reference of 0.
+  __device__ __forceinline__ float level(int r, float lane_sum) const { return reference[r] + lg2(lane_sum); }
+
   // Against the reference as it is. Returns, to the whole warp, whether some score was too large for it; then nothing
-  // but s has changed. A row that has seen nothing yet outgrows -inf, and NaN counts as too large. So does what `fits`
-  // says does not.
+  // but s has changed. A row that has seen nothing yet outgrows -inf, and NaN counts as too large. So do sums of which
+  // fits(lane_sum) is false.
   template <bool MAY_HIDE, int COUNT, class Exponent, class Fits>
   __device__ __forceinline__ bool take_stale(float (&s)[COUNT], Exponent exponent, Fits fits) {
     float lane_sum[2];
     exponentiate<MAY_HIDE, true>(s, exponent, lane_sum);
-    const bool outgrown = __any_sync(~0u, !(lane_sum[0] <= MAX_LANE_SUM && lane_sum[1] <= MAX_LANE_SUM && fits()));
+    const bool outgrown = __any_sync(~0u, !(lane_sum[0] <= MAX_LANE_SUM && lane_sum[1] <= MAX_LANE_SUM && fits(lane_sum)));
 #pragma unroll
     for (int r = 0; r < 2; r++) sum[r] += outgrown ? 0 : lane_sum[r];
     return outgrown;

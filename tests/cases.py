@@ -154,11 +154,11 @@ def _row_offsets(case, rng):
     return made
 
 
-def _row_levels(case, rng):
-    """The log-sum-exp of a row lies around -200, 0 or 200."""
+def _row_levels(case, rng, levels=(-200, 0, 200)):
+    """The log-sum-exp of a row lies around one of the levels."""
     made, size = _normal(case, rng), 16
     made["k"][..., 0] = size
-    made["q"][..., 0] = rng.choice([-200, 0, 200], made["q"].shape[:-1]) / (size * (case.scale or 1))
+    made["q"][..., 0] = rng.choice(levels, made["q"].shape[:-1]) / (size * (case.scale or 1))
     return made
 
 
@@ -182,6 +182,13 @@ def _rising(case, rng):
     return {**made, "q": made["q"] + 8 * signs, "k": made["k"] + 8 * ramp}
 
 
+def _some_far(case, rng):
+    """Scores of some hundreds, of either sign, of every 29th key; as usual of the others."""
+    made = _normal(case, rng)
+    made["k"][:, ::29] *= 60
+    return made
+
+
 def _v_constant(case, rng):
     made = _normal(case, rng)
     return {**made, "v": np.full_like(made["v"], 1.5)}
@@ -194,9 +201,12 @@ VALUES: dict[str, Callable[[Case, np.random.Generator], dict[str, np.ndarray]]] 
     "q zero": _q_zero,
     "row offsets": _row_offsets,
     "row levels": _row_levels,
+    "around 24": partial(_row_levels, levels=[24]),
+    "around -24": partial(_row_levels, levels=[-24]),
     "all far below zero": _all_far_below_zero,
     "sharp": _sharp,
     "rising": _rising,
+    "some far": _some_far,
     "v constant": _v_constant,
 }
 
@@ -446,6 +456,10 @@ CASES: dict[str, Case] = {
     "window, rows with no visible key": Case(seqlen_q=200, seqlen_k=70, options=(("window", (20, 3)),), dlse=True),
     "softcap": Case(options=(("softcap", 2.0),), values="times 3"),
     "softcap, large scores": Case(options=(("causal", True), ("softcap", 30.0)), values="sharp"),
+    "softcap far above scores": Case(1, 70, 330, 2, 1, 64, 64, options=(("softcap", 30.0),)),
+    "softcap above scores": Case(1, 70, 330, 2, 1, 64, 64, options=(("softcap", 30.0),), values="around 24"),
+    "softcap below scores": Case(1, 70, 330, 2, 1, 64, 64, options=(("softcap", 30.0),), values="around -24"),
+    "softcap far above most scores": Case(1, 70, 330, 2, 1, 64, 64, options=(("softcap", 30.0),), values="some far"),
     "softcap, negative scale": Case(softmax_scale=-0.3, options=(("window", (40, 9)), ("softcap", 5.0))),
     "alibi": Case(heads_q=4, options=(("causal", True), ("alibi_slopes", "of heads"))),
     "alibi, both sides, more queries than keys": Case(

@@ -471,16 +471,48 @@ def test_a_bias_with_negative_strides_is_read_by_element():
 def test_series_of_softcap(softcap, softmax_scale):
     made = plan(example(head_dim=128, softcap=softcap, softmax_scale=softmax_scale), KNOWN["H200"])
     values = dict(made.launches[0].values)
-    tiny, series = values["softcap_tiny"], values["softcap_short_series"]
-    assert math.log2(tiny).is_integer()
-    products = np.linspace(-1, 1, 1001) * math.sqrt(tiny)
-    for most, found in (
-        (math.sqrt(tiny), np.polyval(series[::-1], products**2 + tiny) * products),
-        (values["softcap_small"], np.polyval(values["softcap_series"][::-1], products**2) * products),
+    for series, most in (
+        ("softcap_series", values["softcap_small"]),
+        ("softcap_short_series", softcap / abs(softmax_scale) * features.TANH_TINY),
     ):
-        inside = abs(products) < most
+        products = np.linspace(-most, most, 1000)
         expected = features.LOG2_E * softcap * np.tanh(softmax_scale * products / softcap)
-        np.testing.assert_allclose(found[inside], expected[inside], rtol=2**-20, atol=1e-12)
+        found = np.polyval(values[series][::-1], products**2) * products
+        np.testing.assert_allclose(found, expected, rtol=2**-20, atol=1e-12)
+
+
+@given(
+    softcap=st.floats(1, 1e4),
+    spread=st.floats(0.1, 20),
+    middle=st.floats(-20, 20),
+    far=st.floats(-1e3, 1e3),
+    size=st.integers(1, 64),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_levels_of_softcap(softcap, spread, middle, far, size, seed):
+    """What sums between the two levels tell: that the short series served."""
+    values = dict(plan(example(softcap=softcap, softmax_scale=1.0), KNOWN["H200"]).launches[0].values)
+    s = middle + spread * np.random.default_rng(seed).standard_normal(size)
+    s[0] = far
+    exponents = np.polyval(values["softcap_short_series"][::-1], s**2) * s
+    with np.errstate(over="ignore", divide="ignore"):
+        level = np.log2(np.exp2(exponents).sum())
+    low, high = values["softcap_levels"]
+    if low <= level <= high:
+        exact = np.exp2(features.LOG2_E * softcap * np.tanh(s / softcap))
+        served = abs(s) <= features.TANH_TINY * softcap
+        assert (s <= features.TANH_TINY * softcap).all()
+        np.testing.assert_allclose(exponents[served], np.log2(exact[served]), rtol=2**-20, atol=1e-12)
+        assert abs(np.exp2(exponents) - exact)[~served].sum() <= 2**-22 * exact.sum() * 1.01
+
+
+@pytest.mark.parametrize("softcap", [30.0, 50.0])
+def test_levels_of_softcap_hold_ordinary_scores(softcap):
+    values = dict(plan(example(softcap=softcap, softmax_scale=1.0), KNOWN["H200"]).launches[0].values)
+    s = np.random.default_rng(0).standard_normal((10000, 16))
+    levels = np.log2(np.exp2(np.polyval(values["softcap_short_series"][::-1], s**2) * s).sum(-1))
+    low, high = values["softcap_levels"]
+    assert low < levels.min() and levels.max() < high
 
 
 def test_tiles_of_heads_are_in_one_order_where_walks_differ_in_length():
