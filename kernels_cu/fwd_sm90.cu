@@ -88,7 +88,8 @@ fwd_sm90(const __grid_constant__ Params params) {
   int before, behind;           // how many of the output tile's walk lie before them, and behind
   float slope[2];               // ALIBI: of the heads of the lane's rows
   bool tiny = true;             // MAY_BE_TINY: whether the warp's products of this output tile have all been
-  bool alike = false;           // whether a mask function says the same of all rows of the warp
+  RowFacts row_facts;           // MAY_BE_ALIKE: of the lane's rows
+  bool alike = false;           // and whether the function says the same of all rows of the warp
   bool unchecked = false;       // whether o has products of masked tiles that were not looked through
 
   // ---- The lane's two rows of an output tile
@@ -149,7 +150,10 @@ fwd_sm90(const __grid_constant__ Params params) {
     for (int r = 0; r < 2; r++) slope[r] = slope_of(p, {work.batch, head(work, r)});
     const KeyWalk all = tile_keys(p, work);
     range = find_range(p, work, all);
-    if constexpr (MAY_BE_ALIKE) alike = rows_alike(p, {work.batch, work.head}, query(work, 0), query(work, 1));
+    if constexpr (MAY_BE_ALIKE) {
+      row_facts = {p, {work.batch, work.head}, query(work, 0), query(work, 1)};
+      alike = row_facts.alike();
+    }
     before = all.end - range.end;
     behind = range.begin - all.begin;
     if (range.begin < range.end) {
@@ -209,20 +213,10 @@ fwd_sm90(const __grid_constant__ Params params) {
     const int kv0 = first_key(n);
     const VisibleKeys keys[2] = {visible_keys(p, query(work, 0), kv0, {work.batch, head(work, 0)}),
                                  visible_keys(p, query(work, 1), kv0, {work.batch, head(work, 1)})};
-    auto all = [&](const VisibleKeys& row) { return row.by_position(0) && row.by_position(TILE_N - 7); };
 #pragma unroll
-    for (int r = 0; r < 2; r++) hidden[r] = 0;
-    if constexpr (HIDDEN_AHEAD) {
-#pragma unroll
-      for (int r = 0; r < 2; r++) hidden[r] = ~seen[r].bits(lane);
-      if (!__any_sync(~0u, !(all(keys[0]) && all(keys[1])))) return;
-    }
-    const Head at = {work.batch, work.head};
-    if (MAY_BE_ALIKE && __all_sync(~0u, alike && (!ROWS_DIFFER || (all(keys[0]) && all(keys[1]))))) {
-      hidden[0] = hidden[1] = hidden_alike<Bits>(p, at, query(work, 0), tile(n) * TILE_N, lane);
-    } else {
-      note_hidden<Bits>(p, hidden, keys, at, tile(n) * TILE_N, lane);
-    }
+    for (int r = 0; r < 2; r++) hidden[r] = HIDDEN_AHEAD ? ~seen[r].bits(lane) : 0;
+    if (HIDDEN_AHEAD && all_by_position(keys)) return;
+    note_hidden<Bits>(p, hidden, keys, {work.batch, work.head}, tile(n) * TILE_N, alike, row_facts, lane);
   };
   // While products are on their way.
   auto prepare = [&](int n) {

@@ -252,26 +252,45 @@ __device__ __forceinline__ void produce(const Params& params, Smem& smem) {
   }
 }
 
-// MAY_BE_ALIKE: which elements of a tile are hidden from all rows of a warp, as from query q_idx. Each lane looks at one
-// key of every quad lane's, and votes make the bits. `first` is the tile's first key.
+// Whether all rows of a warp see by their positions all keys of a tile, which they look at from the lane's first key on.
+__device__ __forceinline__ bool all_by_position(const VisibleKeys (&keys)[2]) {
+  auto all = [](const VisibleKeys& row) { return row.by_position(0) && row.by_position(TILE_N - 7); };
+  return __all_sync(~0u, all(keys[0]) && all(keys[1]));
+}
+
+// MAY_BE_ALIKE: which elements of a tile, whose first key is `first`, a function hides from all rows of a warp, but by
+// position, or do not exist. Each lane looks at some keys, and votes make the bits.
 template <class Bits>
-__device__ __forceinline__ u32 hidden_alike(const Params& p, const Head& at, int q_idx, int first, int lane) {
-  const VisibleKeys keys = visible_keys(p, q_idx, first, at);
-  u32 found[4];
+__device__ __forceinline__ u32 hidden_alike(const Params& p, const Head& at, int first, const Facts<TILE_N>& facts,
+                                            const RowFacts& row_facts, int lane) {
+  u32 found[4] = {};
 #pragma unroll
-  for (int t = 0; t < 4; t++) found[t] = __ballot_sync(~0u, !keys.has(Bits::column(lane) + 2 * t));
-  const u32 low = lane & 1 ? found[1] : found[0], high = lane & 1 ? found[3] : found[2];
-  return lane & 2 ? high : low;
+  for (int i = 0; i < facts.OWN; i++) {
+    const int key = first + i * WARP + lane;
+    const bool is_seen = row_facts.has(p, at, key, facts.own[i]);
+    found[i] = __ballot_sync(~0u, !(is_seen & (key < p.seqlen_k)));
+  }
+  return Bits::of_words(found, lane);
 }
 
 // HIDES_ANYWHERE: marks in bits which elements of a tile are hidden from the lane's two rows, but for those that are
-// HIDDEN_AHEAD. `first` is the tile's first key.
+// HIDDEN_AHEAD. `first` is the tile's first key; `alike` whether the warp's rows are, but for positions.
 template <class Bits>
 __device__ __forceinline__ void note_hidden(const Params& p, u32 (&hidden)[2], const VisibleKeys (&keys)[2], const Head& at,
-                                            int first, int lane) {
+                                            int first, bool alike, const RowFacts& row_facts, int lane) {
+  const Facts<TILE_N> facts(p, at, first, lane);
   auto note = [&](int i, bool is_seen) { hidden[i / 2 % 2] |= u32(!is_seen) << Bits::place(i / 4, i % 2); };
-  if constexpr (SHARES_FACTS && cfg::PACK == 1) {
-    const Facts<TILE_N> facts(p, at, first, lane);
+  auto note_all = [&](auto is_seen) {
+#pragma unroll
+    for (int i = 0; i < TILE_N / 2; i++) note(i, is_seen(keys[i / 2 % 2], i / 4 * 8 + i % 2));
+  };
+  if (MAY_BE_ALIKE && alike) {
+    hidden[0] = hidden[1] = hidden_alike<Bits>(p, at, first, facts, row_facts, lane);
+    if (cfg::POSITIONS) note_all([](const VisibleKeys& row, int offset) { return row.chosen.by_position(offset); });
+    if (ROWS_DIFFER && !all_by_position(keys)) {
+      note_all([](const VisibleKeys& row, int offset) { return row.by_position(offset); });
+    }
+  } else if constexpr (SHARES_FACTS && cfg::PACK == 1) {
 #pragma unroll
     for (int i = 0; i < TILE_N / 2; i += i % 2 ? 3 : 1) {  // of the lane's first row
       const auto fact = facts.of_quad(i / 4 * 8 + i % 2, lane);
@@ -279,11 +298,9 @@ __device__ __forceinline__ void note_hidden(const Params& p, u32 (&hidden)[2], c
       note(i + 2, keys[1].has(i / 4 * 8 + i % 2, fact));
     }
   } else {
-#pragma unroll
-    for (int i = 0; i < TILE_N / 2; i++) {
-      const int r = i / 2 % 2, offset = i / 4 * 8 + i % 2;
-      note(i, HIDDEN_AHEAD ? keys[r].by_position(offset) : keys[r].has(offset));
-    }
+    note_all([](const VisibleKeys& row, int offset) {
+      return HIDDEN_AHEAD ? row.by_position(offset) : row.has(offset);
+    });
   }
 }
 

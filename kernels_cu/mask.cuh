@@ -56,8 +56,11 @@ __device__ bool mask_mod(const Params& p, int batch, int head, int q_idx, int kv
 // FACTS: in two steps. What it reads for a key, whatever the query is; and the rest.
 __device__ cfg::Fact mask_mod_fact(const Params& p, int batch, int head, int kv_idx);
 __device__ bool mask_mod_knowing(const Params& p, int batch, int head, int q_idx, int kv_idx, cfg::Fact fact);
-// ROW_FACTS: all by which it depends on a query.
+// ROW_FACTS: all by which it depends on a query, but for positions; what of it depends on no more; and, with POSITIONS,
+// the rest.
 __device__ cfg::RowFact mask_mod_row_fact(const Params& p, int batch, int head, int q_idx);
+__device__ bool mask_mod_of_alike(const Params& p, int batch, int head, int kv_idx, cfg::Fact fact, cfg::RowFact row_fact);
+__device__ bool mask_mod_position(const Params& p, int batch, int head, int q_idx, int kv_idx);
 // Adds to the gradients of what score_mod captures, by cfg::SCATTERS sums, from ds of what it makes of the score.
 __device__ void score_mod_scatter(const Params& p, RunningSum<Real>* sums, Real score, Real ds, int batch, int head,
                                   int q_idx, int kv_idx);
@@ -344,11 +347,15 @@ template <bool> struct Chosen {
   __device__ __forceinline__ bool has(int offset, cfg::Fact fact) const {  // along_keys
     return mod::mask_mod_knowing(p, at.batch, at.head, q_idx, kv_idx + offset, fact);
   }
+  __device__ __forceinline__ bool by_position(int offset) const {  // along_keys
+    return !cfg::POSITIONS || mod::mask_mod_position(p, at.batch, at.head, q_idx, kv_idx + offset);
+  }
 };
 template <> struct Chosen<false> {
   __device__ __forceinline__ Chosen(const Params&, const Head&, int, int, bool) {}
   __device__ __forceinline__ bool has(int) const { return true; }
   __device__ __forceinline__ bool has(int, cfg::Fact) const { return true; }
+  __device__ __forceinline__ bool by_position(int) const { return true; }
 };
 
 // FACTS: those of COUNT keys from `first` on, of which each lane of a warp reads some.
@@ -358,7 +365,9 @@ template <int COUNT> struct Facts {
 
   __device__ __forceinline__ Facts(const Params& p, const Head& at, int first, int lane) {
 #pragma unroll
-    for (int i = 0; i < OWN; i++) own[i] = mod::mask_mod_fact(p, at.batch, at.head, first + i * LANES + lane);
+    for (int i = 0; i < OWN; i++) {
+      if constexpr (SHARES_FACTS) own[i] = mod::mask_mod_fact(p, at.batch, at.head, first + i * LANES + lane);
+    }
   }
   // That of `first` + offset, in each lane of a quad two further, as accumulators have them. For all lanes at once.
   __device__ __forceinline__ cfg::Fact of_quad(int offset, int lane) const {
@@ -369,15 +378,24 @@ template <int COUNT> struct Facts {
   }
 };
 
-// ROW_FACTS: whether a function says the same of a lane's two queries, and of those of all lanes of the warp.
-__device__ __forceinline__ bool rows_alike(const Params& p, const Head& at, int first, int second) {
-  if constexpr (!cfg::ROW_FACTS) return false;
-  else {
-    const auto fact = mod::mask_mod_row_fact(p, at.batch, at.head, first);
-    const auto other = mod::mask_mod_row_fact(p, at.batch, at.head, second), of_all = __shfl_sync(~0u, fact, 0);
-    return __all_sync(~0u, (fact == of_all) & (other == of_all));
+// ROW_FACTS: those of a lane's two queries.
+struct RowFacts {
+  cfg::RowFact own[2];
+
+  RowFacts() = default;
+  __device__ __forceinline__ RowFacts(const Params& p, const Head& at, int first, int second)
+    : own{mod::mask_mod_row_fact(p, at.batch, at.head, first), mod::mask_mod_row_fact(p, at.batch, at.head, second)} {}
+  // Whether they are those of the queries of all lanes of the warp.
+  __device__ __forceinline__ bool alike() const {
+    const auto of_all = __shfl_sync(~0u, own[0], 0);
+    return __all_sync(~0u, (own[0] == of_all) & (own[1] == of_all));
   }
-}
+  // Then what the function says of a key to all of them, but for positions.
+  __device__ __forceinline__ bool has(const Params& p, const Head& at, int kv_idx, cfg::Fact fact) const {
+    if constexpr (!cfg::ROW_FACTS) return true;
+    else return mod::mask_mod_of_alike(p, at.batch, at.head, kv_idx, fact, own[0]);
+  }
+};
 
 // HIDDEN_AHEAD: a row of the array, from its first key on; 1 where a key is visible. And how far rows lie apart.
 __device__ __forceinline__ const unsigned char* visible_row(const Params& p, const Head& at, int q_idx) {

@@ -65,9 +65,15 @@ template <int COLUMNS> struct QuadBits {
   static __device__ __forceinline__ constexpr int place(int j, int e) {
     return j / 8 * 16 + j % 2 * 8 + j % 8 / 2 * 2 + e;
   }
-  // Of the bit at a place: its column, in the first lane of a quad.
-  static __device__ __forceinline__ constexpr int column(int place) {
-    return (place / 16 * 8 + place / 8 % 2 + place % 8 / 2 * 2) * 8 + place % 2;
+  // The same of bits of all columns, 32 a word.
+  static __device__ __forceinline__ u32 of_words(const u32 (&words)[4], int lane) {
+    u32 found = 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const u32 own = words[i] >> lane % 4 * 2;
+      found |= ((own & 0x0303) | (own >> 14 & 0x0c0c)) << i / 2 * 16 + i % 2 * 4;
+    }
+    return found;
   }
 };
 

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+LOG2_E = math.log2(math.e)  # exponentials are powers of 2
+
 
 @dataclass(frozen=True)
 class Field:

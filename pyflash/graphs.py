@@ -188,9 +188,9 @@ def _renumbered(graph: Graph, places: tuple[int, ...]) -> Graph:
 
 
 @lru_cache(maxsize=1024)
-def shared(graph: Graph, place: str) -> tuple[Graph, Graph] | None:
+def shared(graph: Graph, place: str, name: str = "fact") -> tuple[Graph, Graph] | None:
     """What a graph reads of memory for a key, or for a query, whatever the other is: that value by itself, and the
-    graph with it as the input "fact". None where there is no such value, or more than one."""
+    graph with it as an input of that name. None where there is no such value, or more than one."""
     of, at, reads = [], [], []  # of each node: whether it depends on nothing else, on the place, and reads there
     for operation, _, operands, value in graph.nodes:
         of.append(value in (place, "batch", "head") if operation == "input" else all(of[i] for i in operands))
@@ -201,8 +201,30 @@ def shared(graph: Graph, place: str) -> tuple[Graph, Graph] | None:
     if len(found) != 1 or graph.nodes[root := found.pop()].kind == "bool":
         return None
     nodes = list(graph.nodes)
-    nodes[root] = Node("input", nodes[root].kind, (), "fact")
+    nodes[root] = Node("input", nodes[root].kind, (), name)
     return reduced(graph.nodes, [root]), reduced(nodes, [len(nodes) - 1])
+
+
+@lru_cache(maxsize=1024)
+def by_position(graph: Graph) -> tuple[Graph, Graph | None]:
+    """Of a condition: what of it reads memory, and the rest, if there is one. Where the rest is true it is the former,
+    elsewhere false."""
+    reads, joined = [], [len(graph.nodes) - 1]  # of each node: whether it does; conditions that are joined by "and"
+    for operation, _, operands, _ in graph.nodes:
+        reads.append(operation == "load" or any(reads[i] for i in operands))
+    for i in joined:
+        if graph.nodes[i][:2] == ("bitwise_and", "bool"):
+            joined.extend(graph.nodes[i].operands)
+    terms = [i for i in joined if graph.nodes[i][:2] != ("bitwise_and", "bool")]
+
+    def without(reading: bool) -> Graph:
+        nodes = list(graph.nodes)
+        for i in terms:
+            if reads[i] == reading:
+                nodes[i] = Node("constant", "bool", (), True)
+        return reduced(nodes, [len(nodes) - 1])
+
+    return (graph, None) if all(reads[i] for i in terms) else (without(False), without(True))
 
 
 class Mod(NamedTuple):

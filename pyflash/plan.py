@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from . import features, params, scores, sequences, sizes, sums
 from .device import Device
 from .errors import Unsupported
+from .feature import LOG2_E
 from .graphs import INPUTS, Graph
 from .problem import DTYPES, REAL_DTYPES, Problem, Tensor
 from .tiles import FAMILIES, KERNELS, Kernel, Row
@@ -224,7 +225,7 @@ def _launch(
         raise Unsupported(f"{name} has no tile for {problem} on {device.name}")
     constants = {**_config(problem, name, row, arrays), **(config or {})}
     told = sizes.of(problem, row.tile_m, row.tile_n, params.by_sequence(name))
-    common = {"softmax_scale": problem.softmax_scale, "scale_log2": problem.softmax_scale * features.LOG2_E}
+    common = {"softmax_scale": problem.softmax_scale, "scale_log2": problem.softmax_scale * LOG2_E}
     for feature, value in problem.on.items():
         common |= features.BY_NAME[feature].values(value, problem.softmax_scale, problem.most)
     known = params.layout(name, problem.dtype.real).offsets

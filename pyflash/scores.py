@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from . import features, sums
-from .graphs import KINDS, Graph, shared
+from .graphs import KINDS, Graph, by_position, shared
 from .problem import DTYPES, Problem, Tensor
 from .tiles import Kernel, Row
 from .trace import INPUTS
@@ -69,23 +69,27 @@ def bias_box(problem: Problem, row: Row, queries: int, pack: int = 1) -> tuple[t
 
 
 def _tells_rows_apart(fact: Graph, rest: Graph) -> bool:
-    """Whether equal facts mean equal rows: 0.0 equals -0.0, which a function can tell apart."""
-    return fact.nodes[-1].kind != "real" and not any(node[:4:3] == ("input", "q_idx") for node in rest.nodes)
+    """Whether rows may differ whose facts are equal, as 0.0 and -0.0 are, which a function can tell apart."""
+    return fact.nodes[-1].kind == "real" or any(node[:4:3] == ("input", "q_idx") for node in rest.nodes)
 
 
 def facts(problem: Problem, kernel: Kernel) -> tuple[tuple[str, tuple[str, ...], Graph], ...]:
     """Functions, with their arguments: what mask_mod reads for a key whatever the query is, and the rest. A lane of
     Hopper's forward, and of what looks for hidden elements in the backward, has many keys, so that lanes share them
     out; of the fewer queries of the backward's accumulators it reads its own. And for the forward, whose warps have
-    many queries, what it reads for a query, if that is all by which it depends on that."""
+    many queries, what it reads for a query, if but for positions that is all by which it depends on that."""
     mod, found = problem.option("mask_mod"), []
     if mod and kernel.only_capability and (not problem.backward or problem.option("block_mask")):
         if parts := shared(mod.graph, "kv_idx"):
             found += [("mask_mod_fact", ("batch", "head", "kv_idx"), parts[0])]
             found += [("mask_mod_knowing", (*INPUTS["mask_mod"], "fact"), parts[1])]
-        parts = shared(mod.graph, "q_idx")
-        if not problem.backward and parts and _tells_rows_apart(*parts):
-            found += [("mask_mod_row_fact", ("batch", "head", "q_idx"), parts[0])]
+        reading, positions = by_position(mod.graph)
+        of_query = shared(reading, "q_idx", "row_fact")
+        if not problem.backward and of_query and not _tells_rows_apart(*of_query):
+            _, rest = shared(of_query[1], "kv_idx") or (None, of_query[1])
+            found += [("mask_mod_row_fact", ("batch", "head", "q_idx"), of_query[0])]
+            found += [("mask_mod_of_alike", ("batch", "head", "kv_idx", "fact", "row_fact"), rest)]
+            found += [("mask_mod_position", INPUTS["mask_mod"], positions)] if positions else []
     return tuple(found)
 
 
@@ -118,5 +122,6 @@ def config(problem: Problem, kernel: Kernel, row: Row) -> dict[str, object]:
         "Fact": kinds.get("mask_mod_fact", "int"),
         "ROW_FACTS": "mask_mod_row_fact" in kinds,
         "RowFact": kinds.get("mask_mod_row_fact", "int"),
+        "POSITIONS": "mask_mod_position" in kinds,
         "SCATTERS": sums.scatters(problem),
     }

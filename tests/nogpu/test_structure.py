@@ -16,7 +16,7 @@ PACKAGE, KERNELS = ROOT / "pyflash", ROOT / "kernels_cu"
 # A module may import those of lower rank only. `commands` is the command line's package, `bench` its benchmark.
 RANKS = {
     **dict.fromkeys(("errors", "debug", "device", "driver", "entry", "captured", "blocks", "feature", "graphs"), 0),
-    "trace": 0.5,
+    **dict.fromkeys(("trace", "softcap"), 0.5),
     **dict.fromkeys(("features", "sequences"), 1),
     **dict.fromkeys(("params", "problem", "tiles"), 2),
     **dict.fromkeys(("sizes", "sums"), 2.5),

@@ -115,6 +115,8 @@ def test_alibi_as_a_function_is_alibi():
 MASK_MODS = {  # and whether something is read for a key alone, and for a query alone
     "documents": (lambda b, h, i, j: IDS[i % 23] == IDS[j % 23], True, True),
     "documents, causal": (lambda b, h, i, j: (IDS[i] == IDS[j]) & (i >= j), True, True),
+    "documents in a band": (lambda b, h, i, j: (i - j < 9) & ((IDS[i] == IDS[j]) & (j - i < 5)), True, True),
+    "documents, causal, said twice": (lambda b, h, i, j: (i >= j) & ((IDS[i] == IDS[j]) | ~(i >= j)), True, True),
     "heads of keys": (lambda b, h, i, j: 2 * TABLE[h, j] > i - 9, True, False),
     "two arrays": (lambda b, h, i, j: (IDS[i] == IDS[j]) & (TABLE[h, j] < i), False, True),
     "real numbers": (lambda b, h, i, j: TABLE[h, i] == TABLE[h, j], True, True),
@@ -138,9 +140,28 @@ def test_what_is_read_for_a_key_or_a_query(name):
             assert parts[1].evaluate({**inputs, "fact": fact}, mod.arrays, np.float64) == whole == function(1, 2, i, j)
 
 
-def test_a_function_may_depend_on_queries_by_what_it_reads_for_them_alone():
+def test_a_function_may_depend_on_queries_by_what_it_reads_for_them_and_position_alone():
     launches = {name: plan(example(mask_mod=mod), KNOWN["H200"]).launches[0] for name, (mod, *_) in MASK_MODS.items()}
-    assert [name for name, launch in launches.items() if dict(launch.config)["ROW_FACTS"]] == ["documents"]
+    found = {name for name, launch in launches.items() if dict(launch.config)["ROW_FACTS"]}
+    assert found == {"documents", "documents, causal", "documents in a band", "documents, causal, said twice"}
+    for name in found:
+        assert dict(launches[name].config)["POSITIONS"] == (name != "documents")
+
+
+@pytest.mark.parametrize("name", MASK_MODS)
+def test_what_reads_memory_and_what_is_by_position(name):
+    mod = trace.trace("mask_mod", MASK_MODS[name][0])
+    i, j = np.indices((30, 30), np.int32)
+    inputs = {"batch": np.int32(1), "head": np.int32(2), "q_idx": i, "kv_idx": j}
+
+    def values(graph):
+        names = {node.value for node in graph.nodes if node.operation == "input"}
+        return graph.evaluate({name: inputs[name] for name in names}, mod.arrays, np.float64)
+
+    reading, positions = graphs.by_position(mod.graph)
+    assert positions is None or not any(node.operation == "load" for node in positions.nodes)
+    whole = values(reading) if positions is None else values(reading) & values(positions)
+    np.testing.assert_array_equal(np.broadcast_to(whole, i.shape), values(mod.graph))
 
 
 def test_a_function_that_changes_nothing_costs_nothing():
