@@ -84,6 +84,26 @@ __device__ __forceinline__ void find_hidden(const Params& p, HiddenBlock* hidden
                                             int lane) {
   const LaneQueries queries(p, at, m0, n0, lane);
   const bool by_position = queries.any_by_position();
+  if constexpr (QUERIES_MAY_BE_ALIKE) {
+    const RowFacts row_facts(p, at, m0 + lane, m0 + WARP + lane);
+    if (row_facts.alike()) {
+      const Facts<FOUND_KEYS> facts(p, at, n0, lane);
+      u32 votes[facts.OWN];
+#pragma unroll
+      for (int i = 0; i < facts.OWN; i++) {
+        votes[i] = __ballot_sync(~0u, !row_facts.has(p, at, n0 + i * WARP + lane, facts.own[i]));
+      }
+      auto seen = [](const VisibleKeys& of, int offset, int) { return of.chosen.by_position(offset); };
+#pragma unroll 1
+      for (int first = 0; first < FOUND_KEYS; first += BITS_KEYS) {
+        u32 found = ((first < WARP ? votes[0] : votes[facts.OWN - 1]) >> first % WARP & 0xffff) * 0x10001;
+        if (cfg::POSITIONS) found |= queries.hidden(first, seen);
+        if (by_position) found |= queries.hidden_by_position(first);
+        hidden[first / BITS_KEYS].words[lane] = found;
+      }
+      return;
+    }
+  }
 #pragma unroll 1
   for (int first = 0; first < FOUND_KEYS; first += BITS_KEYS) {
     const ChosenKeys<BITS_KEYS> chosen(p, at, n0 + first, lane);

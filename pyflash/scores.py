@@ -76,8 +76,8 @@ def _tells_rows_apart(fact: Graph, rest: Graph) -> bool:
 def facts(problem: Problem, kernel: Kernel) -> tuple[tuple[str, tuple[str, ...], Graph], ...]:
     """Functions, with their arguments: what mask_mod reads for a key whatever the query is, and the rest. A lane of
     Hopper's forward, and of what looks for hidden elements in the backward, has many keys, so that lanes share them
-    out; of the fewer queries of the backward's accumulators it reads its own. And for the forward, whose warps have
-    many queries, what it reads for a query, if but for positions that is all by which it depends on that."""
+    out; of the fewer queries of the backward's accumulators it reads its own. And what it reads for a query, if but for
+    positions that is all by which it depends on that: a warp has many queries, often alike."""
     mod, found = problem.option("mask_mod"), []
     if mod and kernel.only_capability and (not problem.backward or problem.option("block_mask")):
         if parts := shared(mod.graph, "kv_idx"):
@@ -85,7 +85,7 @@ def facts(problem: Problem, kernel: Kernel) -> tuple[tuple[str, tuple[str, ...],
             found += [("mask_mod_knowing", (*INPUTS["mask_mod"], "fact"), parts[1])]
         reading, positions = by_position(mod.graph)
         of_query = shared(reading, "q_idx", "row_fact")
-        if not problem.backward and of_query and not _tells_rows_apart(*of_query):
+        if of_query and not _tells_rows_apart(*of_query):
             _, rest = shared(of_query[1], "kv_idx") or (None, of_query[1])
             found += [("mask_mod_row_fact", ("batch", "head", "q_idx"), of_query[0])]
             found += [("mask_mod_of_alike", ("batch", "head", "kv_idx", "fact", "row_fact"), rest)]
