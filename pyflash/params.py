@@ -205,16 +205,19 @@ TABLES: dict[str, tuple[Field, ...]] = {
 }
 
 
+@cache
 def computes_scores(kernel: str) -> bool:
     """Whether a kernel has the arguments of the features."""
     return features.FIELDS[0] in TABLES[kernel]
 
 
+@cache
 def by_sequence(kernel: str) -> bool:
     """Whether a kernel may be told where sequences are; others treat every row of the arrays alike."""
     return _SEQUENCES[0] in TABLES[kernel]
 
 
+@cache
 def strided_tensors(kernel: str) -> tuple[str, ...]:
     """The (batch, seqlen, heads, head_dim) arrays of a kernel."""
     own = (f for f in TABLES[kernel] if f not in features.FIELDS)
