@@ -10,7 +10,10 @@ from pyflash import compile, source
 
 class Nvrtc:
     def __init__(self, path: str):
-        self.library = ctypes.CDLL(str(Path(path).resolve()))
+        place = Path(path).resolve()
+        for builtins in place.parent.glob("libnvrtc-builtins.so.*"):  # some versions look for theirs elsewhere
+            ctypes.CDLL(str(builtins))
+        self.library = ctypes.CDLL(str(place))
 
     def _call(self, name: str, *arguments: object) -> int:
         return getattr(self.library, f"nvrtc{name}")(*arguments)

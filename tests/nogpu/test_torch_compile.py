@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import pyflash
-from pyflash import trace
+from pyflash import dispatch, trace
 from pyflash.features import FEATURES
 
 torch = pytest.importorskip("torch")
@@ -53,8 +53,10 @@ def agree(compiled, eager, arguments, **options):
 
 
 @pytest.fixture(autouse=True)
-def nothing_compiled_before():
+def nothing_compiled_before(monkeypatch):
+    """Nor prepared: behind a graph break torch looks at every entry of what it meets."""
     torch._dynamo.reset()
+    monkeypatch.setattr(dispatch, "_prepared", {})
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options))
