@@ -289,6 +289,12 @@ def _documents(case: Case, rng, xp):
     return lambda batch, head, q_idx, kv_idx: of_queries[batch, q_idx] == of_keys[batch, kv_idx]
 
 
+def _documents_causal(case: Case, rng, xp):
+    """Of keys up to some behind the query."""
+    same, ahead = _documents(case, rng, xp), case.seqlen_k - case.seqlen_q
+    return lambda batch, head, q_idx, kv_idx: same(batch, head, q_idx, kv_idx) & (kv_idx - q_idx <= ahead)
+
+
 def _prefix(case: Case, rng, xp):
     prefix = 20
     return lambda batch, head, q_idx, kv_idx: (kv_idx < prefix + head) | (kv_idx <= q_idx)
@@ -317,6 +323,7 @@ FUNCTIONS: dict[str, dict[str, Callable]] = {
     "mask_mod": {"documents": _documents, "prefix": _prefix},
     "block_mask": {
         "documents": partial(_blocks, function=_documents, heads=1),
+        "documents, causal": partial(_blocks, function=_documents_causal),
         "near or first": partial(_blocks, function=_near_or_first, batch=1),
         "near or first, larger blocks": partial(_blocks, function=_near_or_first, block_q=256, block_k=384),
     },
@@ -437,6 +444,9 @@ CASES: dict[str, Case] = {
     ),
     "blocks of documents": Case(
         seqlen_q=300, seqlen_k=420, heads_q=4, options=(("block_mask", "documents"),), dlse=True
+    ),
+    "blocks of documents, causal": Case(
+        1, 200, 330, 4, 2, 128, 128, options=(("block_mask", "documents, causal"),), dlse=True
     ),
     "blocks that differ among heads, causal, window": Case(
         1, 390, 390, 6, 2, options=(("window", (200, 0)), ("block_mask", "near or first")), values="rising"
