@@ -30,7 +30,8 @@ _COMMON_FLAGS = ("-std=c++20", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=o
 _RUNTIME_FLAGS = (*_COMMON_FLAGS, "-O3", "-fno-semantic-interposition", "-Wall", "-Wextra")
 # The sanitizers' calls end in runtime/hooks.cpp: nothing is linked from the compiler's sanitizer libraries.
 _CHECKS = ("-fsanitize=thread,alignment,bounds", "-fno-sanitize-recover=alignment,bounds")
-_KERNEL_FLAGS = (*_COMMON_FLAGS, "-O1", "-g1", "-gdwarf-4", "-w", "-fno-exceptions", "-fno-rtti", *_CHECKS)
+_KERNEL_FLAGS = (*_COMMON_FLAGS, "-w", "-Wno-psabi", "-fno-exceptions", "-fno-rtti", *_CHECKS)
+_LINE_FLAGS = ("-g1", "-gdwarf-4")  # they change no code, and would take a quarter of a build
 _POISON = 0xFF
 
 
@@ -196,24 +197,49 @@ class Kernel:
 
     name: str
     path: Path
+    flags: tuple[str, ...]
     smem_alignment: int
 
 
-def build(text: str, kernel: str, headers: Mapping[str, str] | None = None) -> Kernel:
-    """Compile a program for the emulator. `headers` holds the texts of what it includes."""
+def _library(text: Path, flags: Sequence[str], target: Path, what: str) -> None:
+    """In two steps, so that no sanitizer's library is linked; what the library calls, Python has loaded."""
+    made = target.with_suffix(".o")
+    _compile([*flags, "-c", str(text), "-o", str(made)], what)
+    _compile(["-shared", "-nostdlib", "-o", str(target), str(made)], what)
+
+
+def _text_of(path: Path) -> Path:
+    """Where the text of a kernel's library lies."""
+    return path.with_suffix(".cpp")
+
+
+def _with_line_numbers(kernel: Kernel) -> Path:
+    """A kernel's library once more: the same code at the same addresses, and which lines it comes from."""
+
+    def make(_: Path, target: Path) -> None:
+        _library(_text_of(kernel.path), (*kernel.flags, *_LINE_FLAGS), target, kernel.name)
+
+    return _cached(f"{kernel.path.stem}-lines", _LINE_FLAGS, make)
+
+
+def build(text: str, kernel: str, headers: Mapping[str, str] | None = None, *, optimised: bool = False) -> Kernel:
+    """Compile a program for the emulator. `headers` holds the texts of what it includes. A program of instructions,
+    whose work is the runtime's, is not worth what it takes to have it `optimised`; one of plain arithmetic is."""
     if reason := unavailable():
         raise EmulatorError("unavailable", reason)
     _runtime()  # whose functions the library will look for
     text = f'#include "cuda.h"\n#line 1\n{text}\nEMU_ENTRY({kernel})\n'
     lines = _flatten(text, headers or {}, f"{kernel}.generated.cu", set())
     source, smem_alignment = _declare_shared("\n".join(lines))
+    flags = (*_KERNEL_FLAGS, "-O1" if optimised else "-Og")
 
     def make(folder: Path, target: Path) -> None:
-        (folder / "kernel.cpp").write_text(source, encoding="utf-8")
-        _compile([*_KERNEL_FLAGS, "-c", str(folder / "kernel.cpp"), "-o", str(folder / "kernel.o")], kernel)
-        _compile(["-shared", "-o", str(target), str(folder / "kernel.o")], kernel)
+        text = folder / "kernel.cpp"
+        text.write_text(source, encoding="utf-8")
+        _library(text, flags, target, kernel)
+        os.replace(text, _text_of(_cache_folder() / target.name))
 
-    return Kernel(kernel, _cached(kernel, [source, _sources(_DEVICE), *_KERNEL_FLAGS], make), smem_alignment)
+    return Kernel(kernel, _cached(kernel, [source, _sources(_DEVICE), *flags], make), flags, smem_alignment)
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
@@ -318,17 +344,17 @@ def _entry(path: Path) -> int:
     return ctypes.cast(ctypes.CDLL(str(path)).emu_entry, ctypes.c_void_p).value
 
 
-def _with_lines(text: str, path: Path) -> str:
+def _with_lines(text: str, kernel: Kernel) -> str:
     """Replaces addresses in braces, which the runtime leaves, by source lines."""
 
     def line(found: re.Match) -> str:
         if shutil.which("addr2line"):
-            command = ["addr2line", "-i", "-e", str(path), found[1]]
+            command = ["addr2line", "-i", "-e", str(_with_line_numbers(kernel)), found[1]]
             places = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace").stdout.split("\n")
             named = [place.split(" ")[0] for place in places if place and "?" not in place and _OWN not in place]
             if named:
                 return Path(named[0]).name
-        return f"address {found[1]} of {path.name}"
+        return f"address {found[1]} of {kernel.path.name}"
 
     return re.sub(r"\{(0x[0-9a-f]+)\}", line, text)
 
@@ -358,5 +384,5 @@ def run(
     pointer = ctypes.cast(ctypes.addressof(aligned) + start, ctypes.c_char_p)
     shape = grid, block, smem_bytes, kernel.smem_alignment
     if runtime.emu_run(_entry(kernel.path), pointer, *shape, seed, resident, shuffled, check_races, overlaps):
-        text = _with_lines(runtime.emu_error_text().decode(), kernel.path)
+        text = _with_lines(runtime.emu_error_text().decode(), kernel)
         raise EmulatorError(runtime.emu_error_kind().decode(), f"{text} [{kernel.name}, seed {seed}]")

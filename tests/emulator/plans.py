@@ -19,6 +19,11 @@ from pyflash.problem import Problem, Tensor
 TMA_ALIGNMENT, TMA_BOX = 16, 256
 
 
+def draws(family: str) -> bool:
+    """Whether CTAs draw their tiles, so that what each does follows from timing. Where not, one run shows all races."""
+    return family == "sm90"
+
+
 def tensor_of(array: np.ndarray) -> Tensor:
     """What the planner is told of an array."""
     strides = tuple(stride // array.itemsize for stride in array.strides)
@@ -34,7 +39,7 @@ def make_problem(arrays: dict[str, np.ndarray], *, backward: bool = False, wants
 
 @cache
 def _built(kernel: str, text: str) -> emulator.Kernel:
-    return emulator.build(text, kernel, source.headers(text))
+    return emulator.build(text, kernel, source.headers(text), optimised=kernel.endswith("_simt"))
 
 
 def build(launches: Iterable[Launch]) -> None:

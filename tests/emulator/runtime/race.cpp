@@ -13,27 +13,30 @@ namespace {
 
 constexpr unsigned GRANULE = 2, MBARRIERS = 64;
 
+// The last write to a granule.
 struct Write {
   uint32_t step = 0;  // 0: none
   uint16_t member = 0;
   bool generic = true;  // by a thread rather than the asynchronous proxy
   bool atomic = false;
-  Where where;
+  uint64_t readers = 0;  // the columns that have read it since
 };
 struct Read {
-  uint32_t step = 0;
-  uint16_t member = 0;
-  uint32_t meetings = 0;  // of the lane's warp until then
+  uint32_t step;
+  uint16_t member;
+  uint32_t meetings;  // of the lane's warp until then
 };
 
-// The shared memory of a slot.
+// The shared memory of a slot. Most accesses are reads, of granules next to each other: they touch two of the arrays.
 struct History {
   std::vector<Write> writes;  // [granule]
-  std::vector<Read> reads;    // [granule][column]: the last by each warp, by each warpgroup's wgmma, by bulk stores
+  std::vector<Where> places;  // [granule]: of the last write
+  std::vector<Read> reads;    // [column][granule]: the last by each warp, by each warpgroup's wgmma, by bulk stores
   Clock highest;              // the last step of each member of a clock
 };
 std::vector<History> histories;
-unsigned thread_count, warps, warpgroups, columns;
+unsigned thread_count, warps, warpgroups;
+size_t granules_of_each;  // in every history
 
 bool off() { return !machine.launch.check_races; }
 History& history(const Cta& cta) { return histories[cta.slot]; }
@@ -65,29 +68,39 @@ struct Granules {
   Granules(unsigned offset, unsigned bytes) : first(offset / GRANULE), last((offset + bytes - 1) / GRANULE) {}
 };
 
-void check_last_write(const Thread& thread, const Write& write, unsigned granule, const char* does, Where where,
-                      bool atomic = false) {
-  if (!write.step || (write.atomic && atomic) || knows(thread, write.member, write.step)) return;
-  const char* did = write.step == UNFINISHED ? "began to copy (and has not waited for)" : "wrote";
-  report(granule, does, did, write.member, where, &write.where);
+Read& read_by(History& h, unsigned column, unsigned granule) { return h.reads[column * granules_of_each + granule]; }
+
+void set_read(History& h, unsigned column, unsigned granule, const Read& read) {
+  h.writes[granule].readers |= uint64_t(1) << column;
+  read_by(h, column, granule) = read;
 }
 
-void check_last_reads(const Thread& thread, const Read* reads, unsigned granule, const char* does, Where where) {
-  for (unsigned column = 0; column < columns; column++) {
-    const Read& read = reads[column];
-    if (!read.step || knows(thread, read.member, read.step)) continue;
+void check_last_write(const Thread& thread, const History& h, unsigned granule, const char* does, Where where,
+                      bool atomic = false) {
+  const Write& write = h.writes[granule];
+  if (!write.step || (write.atomic && atomic) || knows(thread, write.member, write.step)) return;
+  const char* did = write.step == UNFINISHED ? "began to copy (and has not waited for)" : "wrote";
+  report(granule, does, did, write.member, where, &h.places[granule]);
+}
+
+void check_last_reads(const Thread& thread, History& h, unsigned granule, const char* does, Where where) {
+  for (uint64_t readers = h.writes[granule].readers; readers; readers &= readers - 1) {
+    const unsigned column = unsigned(__builtin_ctzll(readers));
+    const Read& read = read_by(h, column, granule);
+    if (knows(thread, read.member, read.step)) continue;
     if (column < warps && thread.clock[meetings_of(column)] > read.meetings) continue;
     report(granule, does, read.step == UNFINISHED ? "still reads" : "read", read.member, where, nullptr);
   }
 }
 
 // The asynchronous proxy sees what threads wrote only past a fence by the writer, known to whoever starts the access.
-void check_proxy_fence(const Thread& issuer, const Write& write, unsigned granule, const char* does, Where where) {
+void check_proxy_fence(const Thread& issuer, const History& h, unsigned granule, const char* does, Where where) {
+  const Write& write = h.writes[granule];
   if (!write.step || !write.generic) return;
   const auto& fences = issuer.cta->threads[write.member].proxy_fences;
   const auto fence = std::upper_bound(fences.begin(), fences.end(), write.step);
   if (fence != fences.end() && knows(issuer, write.member, *fence)) return;
-  const std::string written = member_name(write.member) + " wrote " + write.where.text();
+  const std::string written = member_name(write.member) + " wrote " + h.places[granule].text();
   fail("missing proxy fence", "%s %s %s %s, which %s without fence.proxy.async before the barrier between them",
        issuer.name().c_str(), does, byte_name(granule).c_str(), where.text().c_str(), written.c_str());
 }
@@ -96,11 +109,10 @@ void write(Thread& thread, unsigned offset, unsigned bytes, uint32_t step, Where
   History& h = history(*thread.cta);
   const Granules granules(offset, bytes);
   for (unsigned g = granules.first; g <= granules.last; g++) {
-    Read* reads = &h.reads[g * columns];
-    check_last_write(thread, h.writes[g], g, "writes", where, atomic);
-    check_last_reads(thread, reads, g, "writes", where);
-    h.writes[g] = {step, uint16_t(thread.index), true, atomic, where};
-    std::fill(reads, reads + columns, Read());
+    check_last_write(thread, h, g, "writes", where, atomic);
+    check_last_reads(thread, h, g, "writes", where);
+    h.writes[g] = {step, uint16_t(thread.index), true, atomic};
+    h.places[g] = where;
   }
 }
 
@@ -114,13 +126,15 @@ void begin_run(unsigned threads_per_cta, unsigned shared_bytes, unsigned slots) 
   thread_count = threads_per_cta;
   warps = thread_count / WARP_SIZE;
   warpgroups = (warps + WARPGROUP_WARPS - 1) / WARPGROUP_WARPS;
-  columns = warps + warpgroups + 1;
+  const unsigned columns = bulk_column() + 1;
+  if (columns > 64) fail("emulator", "more than 64 kinds of readers");
   histories.clear();
   histories.resize(slots);
-  const size_t granules = off() ? 0 : (STATIC_SHARED + shared_bytes + GRANULE - 1) / GRANULE;
+  granules_of_each = off() ? 0 : (STATIC_SHARED + shared_bytes + GRANULE - 1) / GRANULE;
   for (History& h : histories) {
-    h.writes.resize(granules);
-    h.reads.resize(granules * columns);
+    h.writes.resize(granules_of_each);
+    h.places.resize(granules_of_each);
+    h.reads.resize(granules_of_each * columns);
     h.highest.assign(meetings_of(warps), 0);
   }
 }
@@ -166,8 +180,8 @@ void access(Thread& thread, unsigned offset, unsigned bytes, Access access, Wher
   const Granules granules(offset, bytes);
   const Read read = {step, uint16_t(thread.index), thread.clock[meetings_of(warp_column(thread))]};
   for (unsigned g = granules.first; g <= granules.last; g++) {
-    check_last_write(thread, h.writes[g], g, "reads", where);
-    h.reads[g * columns + warp_column(thread)] = read;
+    check_last_write(thread, h, g, "reads", where);
+    set_read(h, warp_column(thread), g, read);
   }
 }
 
@@ -206,12 +220,11 @@ void agent_writes(Thread& issuer, unsigned agent, uint32_t step, unsigned offset
   h.highest[agent] = std::max(h.highest[agent], step);
   const Granules granules(offset, bytes);
   for (unsigned g = granules.first; g <= granules.last; g++) {
-    Read* reads = &h.reads[g * columns];
-    check_last_write(issuer, h.writes[g], g, "starts TMA writes to", where);
-    check_proxy_fence(issuer, h.writes[g], g, "starts TMA writes to", where);
-    check_last_reads(issuer, reads, g, "starts TMA writes to", where);
-    h.writes[g] = {step, uint16_t(agent), false, false, where};
-    std::fill(reads, reads + columns, Read());
+    check_last_write(issuer, h, g, "starts TMA writes to", where);
+    check_proxy_fence(issuer, h, g, "starts TMA writes to", where);
+    check_last_reads(issuer, h, g, "starts TMA writes to", where);
+    h.writes[g] = {step, uint16_t(agent), false, false};
+    h.places[g] = where;
   }
 }
 
@@ -222,9 +235,9 @@ void agent_reads(Thread& issuer, unsigned agent, uint32_t step, unsigned offset,
   const unsigned column = agent < thread_count ? bulk_column() : warps + agent - thread_count;
   const Granules granules(offset, bytes);
   for (unsigned g = granules.first; g <= granules.last; g++) {
-    check_last_write(issuer, h.writes[g], g, "starts asynchronous reads of", where);
-    check_proxy_fence(issuer, h.writes[g], g, "starts asynchronous reads of", where);
-    h.reads[g * columns + column] = {step, uint16_t(agent)};
+    check_last_write(issuer, h, g, "starts asynchronous reads of", where);
+    check_proxy_fence(issuer, h, g, "starts asynchronous reads of", where);
+    set_read(h, column, g, {step, uint16_t(agent), 0});
   }
 }
 
@@ -236,7 +249,7 @@ void finish_bulk_read(Thread& issuer, unsigned offset, unsigned bytes) {
   if (off()) return;
   const Granules granules(offset, bytes);
   for (unsigned g = granules.first; g <= granules.last; g++) {
-    Read& read = history(*issuer.cta).reads[g * columns + bulk_column()];
+    Read& read = read_by(history(*issuer.cta), bulk_column(), g);
     if (read.member == issuer.index && read.step == UNFINISHED) read.step = issuer.clock[issuer.index];
   }
 }
