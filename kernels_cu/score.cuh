@@ -48,7 +48,7 @@ enum class Size { ANY, SMALL, TINY };
 // rises everywhere, so none is larger than the sum allows; those that are far below zero count for nothing beside it.
 constexpr bool MAY_BE_TINY =
   cfg::SOFTCAP && !(cfg::SCORE_MOD || cfg::ALIBI || cfg::BIAS) && sizeof(cfg::Element) == 2;
-// Whether that is worth a try, and whether those were whose sum's log2 is `level` (features.py derives the bounds).
+// Whether that is worth a try, and whether those were whose sum's log2 is `level` (softcap.py derives the bounds).
 __device__ __forceinline__ bool may_be_tiny(const Params& p) {
   if constexpr (MAY_BE_TINY) return p.softcap_levels[0] < p.softcap_levels[1];
   return false;
