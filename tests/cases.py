@@ -387,6 +387,7 @@ CASES: dict[str, Case] = {
     "softcap above scores": Case(1, 70, 330, 2, 1, 64, 64, options=(("softcap", 30.0),), values="around 24"),
     "softcap below scores": Case(1, 70, 330, 2, 1, 64, 64, options=(("softcap", 30.0),), values="around -24"),
     "softcap far above most scores": Case(1, 70, 330, 2, 1, 64, 64, options=(("softcap", 30.0),), values="some far"),
+    "softcap beyond all scores": Case(1, 70, 140, options=(("softcap", 1e6),), values="times 3"),
     "softcap, negative scale": Case(softmax_scale=-0.3, options=(("window", (40, 9)), ("softcap", 5.0))),
     "alibi": Case(heads_q=4, options=(("causal", True), ("alibi_slopes", "of heads"))),
     "alibi, both sides, more queries than keys": Case(
