@@ -86,7 +86,7 @@ __device__ __forceinline__ void find_hidden(const Params& p, HiddenBlock* hidden
   const bool by_position = queries.any_by_position();
   if constexpr (QUERIES_MAY_BE_ALIKE) {
     const RowFacts row_facts(p, at, m0 + lane, m0 + WARP + lane);
-    if (row_facts.alike()) {
+    if (row_facts.alike) {
       const Facts<FOUND_KEYS> facts(p, at, n0, lane);
       u32 votes[facts.OWN];
 #pragma unroll

@@ -88,8 +88,7 @@ fwd_sm90(const __grid_constant__ Params params) {
   int before, behind;           // how many of the output tile's walk lie before them, and behind
   float slope[2];               // ALIBI: of the heads of the lane's rows
   bool tiny = true;             // MAY_BE_TINY: whether the warp's products of this output tile have all been
-  RowFacts row_facts;           // MAY_BE_ALIKE: of the lane's rows
-  bool alike = false;           // and whether the function says the same of all rows of the warp
+  RowFacts row_facts;           // MAY_BE_ALIKE
   bool unchecked = false;       // whether o has products of masked tiles that were not looked through
 
   // ---- The lane's two rows of an output tile
@@ -150,10 +149,7 @@ fwd_sm90(const __grid_constant__ Params params) {
     for (int r = 0; r < 2; r++) slope[r] = slope_of(p, {work.batch, head(work, r)});
     const KeyWalk all = tile_keys(p, work);
     range = find_range(p, work, all);
-    if constexpr (MAY_BE_ALIKE) {
-      row_facts = {p, {work.batch, work.head}, query(work, 0), query(work, 1)};
-      alike = row_facts.alike();
-    }
+    if constexpr (MAY_BE_ALIKE) row_facts = {p, {work.batch, work.head}, query(work, 0), query(work, 1)};
     before = all.end - range.end;
     behind = range.begin - all.begin;
     if (range.begin < range.end) {
@@ -216,7 +212,7 @@ fwd_sm90(const __grid_constant__ Params params) {
 #pragma unroll
     for (int r = 0; r < 2; r++) hidden[r] = HIDDEN_AHEAD ? ~seen[r].bits(lane) : 0;
     if (HIDDEN_AHEAD && all_by_position(keys)) return;
-    note_hidden<Bits>(p, hidden, keys, {work.batch, work.head}, tile(n) * TILE_N, alike, row_facts, lane);
+    note_hidden<Bits>(p, hidden, keys, {work.batch, work.head}, tile(n) * TILE_N, row_facts, lane);
   };
   // While products are on their way.
   auto prepare = [&](int n) {

@@ -274,17 +274,17 @@ __device__ __forceinline__ u32 hidden_alike(const Params& p, const Head& at, int
 }
 
 // HIDES_ANYWHERE: marks in bits which elements of a tile are hidden from the lane's two rows, but for those that are
-// HIDDEN_AHEAD. `first` is the tile's first key; `alike` whether the warp's rows are, but for positions.
+// HIDDEN_AHEAD. `first` is the tile's first key.
 template <class Bits>
 __device__ __forceinline__ void note_hidden(const Params& p, u32 (&hidden)[2], const VisibleKeys (&keys)[2], const Head& at,
-                                            int first, bool alike, const RowFacts& row_facts, int lane) {
+                                            int first, const RowFacts& row_facts, int lane) {
   const Facts<TILE_N> facts(p, at, first, lane);
   auto note = [&](int i, bool is_seen) { hidden[i / 2 % 2] |= u32(!is_seen) << Bits::place(i / 4, i % 2); };
   auto note_all = [&](auto is_seen) {
 #pragma unroll
     for (int i = 0; i < TILE_N / 2; i++) note(i, is_seen(keys[i / 2 % 2], i / 4 * 8 + i % 2));
   };
-  if (MAY_BE_ALIKE && alike) {
+  if (MAY_BE_ALIKE && row_facts.alike) {
     hidden[0] = hidden[1] = hidden_alike<Bits>(p, at, first, facts, row_facts, lane);
     if (cfg::POSITIONS) note_all([](const VisibleKeys& row, int offset) { return row.chosen.by_position(offset); });
     if (ROWS_DIFFER && !all_by_position(keys)) {

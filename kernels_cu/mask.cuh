@@ -378,22 +378,22 @@ template <int COUNT> struct Facts {
   }
 };
 
-// ROW_FACTS: those of a lane's two queries.
+// ROW_FACTS: those of a lane's two queries, if they are the same as those of all lanes of the warp.
 struct RowFacts {
-  cfg::RowFact own[2];
+  cfg::RowFact of_all;
+  bool alike;
 
   RowFacts() = default;
-  __device__ __forceinline__ RowFacts(const Params& p, const Head& at, int first, int second)
-    : own{mod::mask_mod_row_fact(p, at.batch, at.head, first), mod::mask_mod_row_fact(p, at.batch, at.head, second)} {}
-  // Whether they are those of the queries of all lanes of the warp.
-  __device__ __forceinline__ bool alike() const {
-    const auto of_all = __shfl_sync(~0u, own[0], 0);
-    return __all_sync(~0u, (own[0] == of_all) & (own[1] == of_all));
+  __device__ __forceinline__ RowFacts(const Params& p, const Head& at, int first, int second) {
+    const auto fact = mod::mask_mod_row_fact(p, at.batch, at.head, first);
+    const auto other = mod::mask_mod_row_fact(p, at.batch, at.head, second);
+    of_all = __shfl_sync(~0u, fact, 0);
+    alike = __all_sync(~0u, (fact == of_all) & (other == of_all));
   }
-  // Then what the function says of a key to all of them, but for positions.
+  // What the function then says of a key to all of them, but for positions.
   __device__ __forceinline__ bool has(const Params& p, const Head& at, int kv_idx, cfg::Fact fact) const {
     if constexpr (!cfg::ROW_FACTS) return true;
-    else return mod::mask_mod_of_alike(p, at.batch, at.head, kv_idx, fact, own[0]);
+    else return mod::mask_mod_of_alike(p, at.batch, at.head, kv_idx, fact, of_all);
   }
 };
 

@@ -207,11 +207,11 @@ def shared(graph: Graph, place: str, name: str = "fact") -> tuple[Graph, Graph] 
 
 @lru_cache(maxsize=1024)
 def by_position(graph: Graph) -> tuple[Graph, Graph | None]:
-    """Of a condition: what of it reads memory, and the rest, if there is one. Where the rest is true it is the former,
-    elsewhere false."""
+    """Of a condition: what of it depends on memory, be it by a "fact" (`shared`), and the rest, if there is one. Where
+    the rest is true it is the former, elsewhere false."""
     reads, joined = [], [len(graph.nodes) - 1]  # of each node: whether it does; conditions that are joined by "and"
-    for operation, _, operands, _ in graph.nodes:
-        reads.append(operation == "load" or any(reads[i] for i in operands))
+    for operation, _, operands, value in graph.nodes:
+        reads.append(operation == "load" or value == "fact" or any(reads[i] for i in operands))
     for i in joined:
         if graph.nodes[i][:2] == ("bitwise_and", "bool"):
             joined.extend(graph.nodes[i].operands)

@@ -80,15 +80,16 @@ def facts(problem: Problem, kernel: Kernel) -> tuple[tuple[str, tuple[str, ...],
     positions that is all by which it depends on that: a warp has many queries, often alike."""
     mod, found = problem.option("mask_mod"), []
     if mod and kernel.only_capability and (not problem.backward or problem.option("block_mask")):
+        knowing = mod.graph
         if parts := shared(mod.graph, "kv_idx"):
-            found += [("mask_mod_fact", ("batch", "head", "kv_idx"), parts[0])]
-            found += [("mask_mod_knowing", (*INPUTS["mask_mod"], "fact"), parts[1])]
-        reading, positions = by_position(mod.graph)
+            fact, knowing = parts
+            found += [("mask_mod_fact", ("batch", "head", "kv_idx"), fact)]
+            found += [("mask_mod_knowing", (*INPUTS["mask_mod"], "fact"), knowing)]
+        reading, positions = by_position(knowing)
         of_query = shared(reading, "q_idx", "row_fact")
         if of_query and not _tells_rows_apart(*of_query):
-            _, rest = shared(of_query[1], "kv_idx") or (None, of_query[1])
             found += [("mask_mod_row_fact", ("batch", "head", "q_idx"), of_query[0])]
-            found += [("mask_mod_of_alike", ("batch", "head", "kv_idx", "fact", "row_fact"), rest)]
+            found += [("mask_mod_of_alike", ("batch", "head", "kv_idx", "fact", "row_fact"), of_query[1])]
             found += [("mask_mod_position", INPUTS["mask_mod"], positions)] if positions else []
     return tuple(found)
 
