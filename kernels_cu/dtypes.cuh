@@ -7,9 +7,6 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
-// A constant as an argument.
-template <bool VALUE> struct Bool { static constexpr bool value = VALUE; };
-
 struct bf16 { unsigned short bits; };
 struct fp16 { unsigned short bits; };
 

@@ -21,8 +21,7 @@
 //   product lies beside its own exponentials too: it is one tile behind. Where walks are short or tiles take differently
 //   long, as of windows and block masks, there are no turns.
 //   SCORE_EARLY: the first scores of the next output tile are started beside the last product of this one, and o is
-//   stored under them, where it can by TMA from the place of its q (STORES_TMA). PASS_EARLY: the turn is passed before
-//   the last few wgmma of a step are issued.
+//   stored under them, where it can by TMA from the place of its q (STORES_TMA).
 //
 // The reference is a stale maximum (softmax.cuh): no maximum is looked for, and o is not rescaled. The sum of the new
 // probabilities tells if a score was too large for that; then, rarely, the warp alone computes its scores anew
@@ -236,16 +235,14 @@ fwd_sm90(const __grid_constant__ Params params) {
     }
     wgmma_commit();
   };
-  auto multiply_values = [&](auto pass) {  // o += p v, and perhaps pass the turn
+  auto multiply_values = [&]() {  // o += p v
     const u32 v_smem = smem_u32(smem.v[v.index]);
     const u64 b = descriptor_mn_major(v_smem, sizeof(smem.v[0][0]), v_smem >> 31);
 #pragma unroll
     for (int i = 0; i < KEY_STEPS; i++) {
-      if (decltype(pass)::value && i == KEY_STEPS - cfg::PASS_EARLY) pass_turn();
       wgmma_rs<Element, TILE_DV, true, true>(o_rmem, p_rmem[i], descriptor_at(b, i * 16 * CHUNK_ROW_BYTES));
     }
     wgmma_commit();
-    if (decltype(pass)::value && cfg::PASS_EARLY == 0) pass_turn();
   };
   auto hold_output = [&]() {
     wgmma_hold(o_rmem);
@@ -262,18 +259,20 @@ fwd_sm90(const __grid_constant__ Params params) {
     mbarrier_wait(&smem.v_full[v.index], v.parity);
     hold_output();
     wgmma_fence();
-    multiply_values(Bool<false>{});
+    multiply_values();
   };
   // Scores of tile n and output of the one before; until the scores are there.
   auto start_step = [&](int n) {
     load_ahead(n);
     mbarrier_wait(&smem.k_full[k.index], k.parity);
-    mbarrier_wait(&smem.v_full[v.index], v.parity);
     take_turn();
     hold_output();
     wgmma_fence();
     multiply_scores();
-    multiply_values(Bool<true>{});
+    mbarrier_wait(&smem.v_full[v.index], v.parity);  // under the product, even if v has long been there
+    wgmma_fence();
+    multiply_values();
+    pass_turn();
     prepare(n);
     wgmma_wait<1>();
     wgmma_hold(s_rmem);

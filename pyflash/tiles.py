@@ -143,7 +143,6 @@ def _fwd_sm90(
     why: str,
     *,
     early: bool = True,
-    pass_early: int = 0,
     ping_pong: bool = True,
     min_seqlen_q: int = 0,
     only_causal: bool | None = None,
@@ -161,9 +160,8 @@ def _fwd_sm90(
     """One warpgroup loads; those that compute 64 rows each share the other registers. Causal tiles differ in length, so
     they are handed out as CTAs get free, as are `dynamic` ones. `early`: scores of the next output tile beside the last
     step of this one; `ping_pong`: warpgroups take turns at products, so that each has its exponentials under another's;
-    `pass_early`: 16-key steps of the second product that are left when the next one gets its turn; `v_stages`: tiles of
-    v in flight, if not as many as of k; `store_tma`: o goes out by TMA where it can; `ctas`: on a multiprocessor, of
-    which several have a warp that loads, and no registers to share out."""
+    `v_stages`: tiles of v in flight, if not as many as of k; `store_tma`: o goes out by TMA where it can; `ctas`: on a
+    multiprocessor, of which several have a warp that loads, and no registers to share out."""
     shared = {128: (40, 232), 192: (32, 160), 256: (32, 112)}[tile_m]
     loaders, (producer, consumer) = (128, shared) if ctas == 1 else (32, (0, 0))
     rows = []
@@ -174,7 +172,6 @@ def _fwd_sm90(
             "V_STAGES": v_stages or stages,
             "DYNAMIC": causal or dynamic,
             "SCORE_EARLY": early,
-            "PASS_EARLY": pass_early,
             "PING_PONG": ping_pong,
             "STORE_TMA": store_tma,
             "PRODUCER_REGS": producer,
@@ -308,12 +305,12 @@ KERNELS: dict[str, Kernel] = {
                 80,
                 2,
                 2,
-                f"{_THREE_WARPGROUPS}; two of v -1 %",
-                pass_early=2,
+                f"{_THREE_WARPGROUPS}; two of v -1 %, o not by TMA -1 % with softcap",
                 min_seqlen_q=4096,
                 only_causal=False,
                 whole=True,
                 v_stages=3,
+                store_tma=True,
             ),
             *_fwd_sm90(
                 128,
@@ -328,9 +325,7 @@ KERNELS: dict[str, Kernel] = {
                 whole=True,
                 max_band=1280,
             ),
-            *_fwd_sm90(
-                128, 192, 80, 2, 2, _THREE_WARPGROUPS, pass_early=2, min_seqlen_q=8192, only_causal=True, whole=True
-            ),
+            *_fwd_sm90(128, 192, 80, 2, 2, _THREE_WARPGROUPS, min_seqlen_q=8192, only_causal=True, whole=True),
             *_fwd_sm90(
                 128,
                 128,
@@ -351,7 +346,6 @@ KERNELS: dict[str, Kernel] = {
                 2,
                 2,
                 _SHORT,
-                pass_early=2,
                 min_seqlen_q=512,
                 only_causal=False,
                 whole=True,
@@ -365,16 +359,15 @@ KERNELS: dict[str, Kernel] = {
                 2,
                 2,
                 _SHORT,
-                pass_early=2,
                 dynamic=True,
                 min_seqlen_q=129,
                 whole=True,
                 v_stages=3,
                 store_tma=True,
             ),
-            *_fwd_sm90(128, 128, 128, 3, 1, _LONG_PARTS, pass_early=2, min_seqlen_q=512, only_causal=False),
-            *_fwd_sm90(128, 128, 128, 3, 1, f"{_LONG_PARTS}; handed out, at 128 +3 % full", pass_early=2, dynamic=True),
-            *_fwd_sm90(128, 128, 128, 2, 1, "what fits beside rows of a bias", pass_early=2),
+            *_fwd_sm90(128, 128, 128, 3, 1, _LONG_PARTS, min_seqlen_q=512, only_causal=False),
+            *_fwd_sm90(128, 128, 128, 3, 1, f"{_LONG_PARTS}; handed out, at 128 +3 % full", dynamic=True),
+            *_fwd_sm90(128, 128, 128, 2, 1, "what fits beside rows of a bias"),
             *_fwd_sm90(192, 128, 128, 2, 1, "head_dim_v up to 128; 112 or 96 keys -1 to -8 %"),
             *_fwd_sm90(192, 128, 96, 2, 1, "112 keys -3 % at 1k, equal from 4k on"),
             *_fwd_sm90(
