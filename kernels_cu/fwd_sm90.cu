@@ -269,7 +269,7 @@ fwd_sm90(const __grid_constant__ Params params) {
     hold_output();
     wgmma_fence();
     multiply_scores();
-    mbarrier_wait(&smem.v_full[v.index], v.parity);  // under the product, even if v has long been there
+    mbarrier_wait(&smem.v_full[v.index], v.parity);  // under the product: even to see that v is there takes time
     wgmma_fence();
     multiply_values();
     pass_turn();
