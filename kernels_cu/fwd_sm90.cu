@@ -261,7 +261,8 @@ fwd_sm90(const __grid_constant__ Params params) {
     wgmma_fence();
     multiply_values();
   };
-  // Scores of tile n and output of the one before; until the scores are there.
+  // Scores of tile n and output of the one before; until the scores are there. v is waited for under the product of q and
+  // k, as even to see that it is there takes time; behind a loop the assembler wants another fence.
   auto start_step = [&](int n) {
     load_ahead(n);
     mbarrier_wait(&smem.k_full[k.index], k.parity);
@@ -269,7 +270,7 @@ fwd_sm90(const __grid_constant__ Params params) {
     hold_output();
     wgmma_fence();
     multiply_scores();
-    mbarrier_wait(&smem.v_full[v.index], v.parity);  // under the product: even to see that v is there takes time
+    mbarrier_wait(&smem.v_full[v.index], v.parity);
     wgmma_fence();
     multiply_values();
     pass_turn();
